@@ -24,7 +24,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import ReadFailed, TransportError
-from asyncloader.transports.http_answers import safe_url, status_error
+from asyncloader.transports.http_answers import Headers, Version, safe_url, status_error
 from asyncloader.transports.http_names import SystemResolver
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
 from asyncloader.transports.retrying_client import RetryingClient
@@ -97,6 +97,12 @@ _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 class HttpClient(RetryingClient["aiohttp.ClientSession"]):
     """Requests below one root URL. The arguments are those of `HttpTransport`."""
+
+    encoding_advice = "turn the encoding off in the server, or pass encoded=True to take them as the object's"
+    """What to do about a body that is encoded, for an error's text."""
+
+    asks_if_range = True
+    """Whether a download continues only if the server finds the version unchanged."""
 
     def __init__(
         self,
@@ -192,6 +198,10 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         from yarl import URL
 
         return origin_of(url) == origin_of(URL(self._base, encoded=True))
+
+    def version_of(self, headers: Headers, size: int | None) -> Version:
+        """Return the version of an object of `size` bytes (None: not stated), from the headers of a response."""
+        return Version.of(headers, size)
 
     # --- failures
 

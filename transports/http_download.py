@@ -69,7 +69,7 @@ class HttpDownload(Download[HttpClient, Version]):
         if size is not None:
             self.close()
             # The other headers of a 416 response do not describe the object.
-            return Version.of({} if response.status == 416 else response.headers, size)
+            return self._client.version_of({} if response.status == 416 else response.headers, size)
         if response.status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
         raise self._client.refusal(self._path, response, "it does not state the object's size", SizeUnknown)
@@ -147,8 +147,9 @@ class HttpDownload(Download[HttpClient, Version]):
         first = self._start if self._anew else self._position
         if self._length is not None or first:
             headers["Range"] = f"bytes={first}-{'' if self._end is None else self._end - 1}"
-            if first > self._start and self.version is not None and self.version.validator is not None:
-                headers["If-Range"] = self.version.validator
+            validator = None if self.version is None else self.version.validator
+            if first > self._start and validator is not None and self._client.asks_if_range:
+                headers["If-Range"] = validator
         return await self._client.request("GET", self._path, headers)
 
     def _accept(self, response: aiohttp.ClientResponse) -> bool:
@@ -171,7 +172,7 @@ class HttpDownload(Download[HttpClient, Version]):
             total = answered.total
         else:
             total, first = length, 0
-        self._check_version(first, Version.of(headers, total))
+        self._check_version(first, self._client.version_of(headers, total))
         if self._length is not None:
             assert self._end is not None
             if total is not None and self._end > total:
@@ -208,7 +209,7 @@ class HttpDownload(Download[HttpClient, Version]):
         if (encoding := foreign_encoding(response.headers)) and not self._client.encoded:
             raise self._client.refusal(
                 self._path, response, f"its bytes are encoded ({encoding[:40]!r}) although they were asked for as they "
-                "are; turn the encoding off in the server, or pass encoded=True to take them as the object's"
+                f"are; {self._client.encoding_advice}"
             )  # fmt: skip
 
     async def _accept_nothing(self, scope: Scope, response: aiohttp.ClientResponse) -> bool:

@@ -23,6 +23,7 @@ _URL = re.compile(
 )
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NEXT = re.compile(r"<([^<>]*)>\s*;[^<>]*\brel=\"?next\"?", re.IGNORECASE)
+_MOST_REASON = 400
 _LIMITED = re.compile(r"\br\s*=\s*0\s*;\s*t\s*=\s*(\d{1,6})\b")
 
 
@@ -142,6 +143,22 @@ def limited_delay(headers: Mapping[str, str]) -> float | None:
     """
     match = _LIMITED.search(headers.get("RateLimit") or "")
     return None if match is None else float(match[1])
+
+
+def reason_of(headers: Mapping[str, str]) -> str:
+    """Return the Hub's own reason for an answer that is an error, a clause for an error's text; empty if it says none.
+    It is cut, and printable.
+    """
+    code, text = (headers.get(name) or "" for name in ("X-Error-Code", "X-Error-Message"))
+    shown = ": ".join(part for part in (code[:60], text[:_MOST_REASON]) if part)
+    return "".join(each if each.isprintable() else " " for each in shown)
+
+
+def is_no_dataset(headers: Mapping[str, str]) -> bool:
+    """Return whether an answer of status 404 means that the dataset or its revision does not exist, and not only a part
+    of it.
+    """
+    return headers.get("X-Error-Code") in {"RepoNotFound", "RevisionNotFound"}
 
 
 def _parsed(answer: bytes, where: str) -> object:

@@ -12,22 +12,34 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
+from asyncloader.bridge import in_thread
 from asyncloader.transports.checks import check_prefix
 from asyncloader.transports.errors import AccessDenied, ObjectNotFound, ReadFailed, TransportError
 from asyncloader.transports.http import HttpTransport
+from asyncloader.transports.http_answers import Headers, Version, status_error
 from asyncloader.transports.http_client import HttpClient
 from asyncloader.transports.http_download import HttpDownload
-from asyncloader.transports.hub_names import HubDataset, commit_of, files_of, limited_delay, next_target
+from asyncloader.transports.hub_names import (
+    HubDataset,
+    commit_of,
+    files_of,
+    is_no_dataset,
+    limited_delay,
+    next_target,
+    reason_of,
+)
 from asyncloader.transports.retry import RequestFailed, RetryPolicy
 
 if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
 
+_MOST_PAGES = 4096  # of a listing: of four million files
 _MAX_PAGE_BYTES = 64 << 20  # of a listing: some hundred times the largest that the Hub sends
 
 _BUDGET_S = 330.0
@@ -41,6 +53,9 @@ class HubClient(HttpClient):
     """Requests to the Hub. Paths are those of the dataset's files; targets of the API begin with ``/``."""
 
     dataset: HubDataset
+
+    encoding_advice = "a proxy between may have encoded them"
+    asks_if_range = False  # the CDN knows nothing of commits
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -65,8 +80,13 @@ class HubClient(HttpClient):
         """
         target, since = self._redirects.get(path, (None, 0.0))
         if target is not None and monotonic() - since < _REDIRECT_S:
-            response = await self.follow(method, path, target, headers)
-            if response.status in {200, 206, 416}:
+            try:
+                response = await self.follow(method, path, target, headers)
+            except Exception:
+                self._redirects.pop(path, None)  # a server of the CDN that has gone: the next request asks the Hub
+                raise
+            # A server that limits requests asks the client to wait, and not to make more of them.
+            if response.status in {200, 206, 416, 429}:
                 return response
             response.release()  # its signature is no longer valid, perhaps: the Hub is asked for another
         self._redirects.pop(path, None)
@@ -78,11 +98,25 @@ class HubClient(HttpClient):
         return response
 
     def bad_status(self, path: str, response: aiohttp.ClientResponse) -> RequestFailed:
-        """Classify a response, like `HttpClient.bad_status`; the Hub says in a header of its own when to come again."""
+        """Classify a response, like `HttpClient.bad_status`; the Hub says in headers of its own when to come again, and
+        why it refuses a request.
+        """
         failed = super().bad_status(path, response)
         if failed.retry_after is None and response.status == 429:
             failed.retry_after = limited_delay(response.headers)
+        if response.status in {401, 403, 404} and self.is_own(response.url):
+            notes = [reason_of(response.headers)]
+            if response.status != 404 and not path.startswith("/"):  # `resolve` says it of its target
+                notes.append(_token_advice())
+            note = "; ".join(filter(None, notes))
+            failed.final = status_error(response.status, response.reason, str(response.url), path, note)
         return failed
+
+    def version_of(self, headers: Headers, size: int | None) -> Version:  # noqa: ARG002 - of any header
+        """Return the version of a file, like `HttpClient.version_of`: its commit. The CDN's servers may describe one
+        file by different headers.
+        """
+        return Version(f'"{self.dataset.revision}"', None, settled=False, size=size)
 
     async def resolve(self) -> None:
         """Have `dataset` be of a commit.
@@ -102,10 +136,9 @@ class HubClient(HttpClient):
             try:
                 answer = await HttpDownload(self, target, max_bytes=_MAX_PAGE_BYTES).rest()
             except (AccessDenied, ObjectNotFound) as error:
-                token = "a token was sent" if "authorization" in hub_headers() else "no token was found"
                 raise type(error)(
                     f"{self.dataset.url} cannot be read: the Hub has no such dataset or revision, or gives it to "
-                    f"others only ({token}; set HF_TOKEN, or run `hf auth login`). {error}"
+                    f"others only ({_token_advice()}). {error}"
                 ) from error
             self.dataset = self.dataset._replace(revision=commit_of(answer, self.where(target)))
 
@@ -124,12 +157,15 @@ class HubPage(HttpDownload):
 
     Attributes:
         link: the header that names the next page.
+        no_dataset: whether the answer was that the dataset or its commit does not exist.
     """
 
     link: str | None = None
+    no_dataset = False
 
     def _accept(self, response: aiohttp.ClientResponse) -> bool:
         self.link = response.headers.get("Link")
+        self.no_dataset = is_no_dataset(response.headers)
         return super()._accept(response)
 
 
@@ -197,20 +233,23 @@ class HuggingFaceTransport(HttpTransport):
         seen: set[str] = set()
         while target is not None:
             where = self._client.where(target)
-            if target in seen:
-                raise ReadFailed(f"the listing of {self._hub.dataset.url} does not end: {where} comes again")
+            if target in seen or len(seen) >= _MOST_PAGES:
+                raise ReadFailed(
+                    f"the listing of {self._hub.dataset.url} does not end: "
+                    + (f"{where} comes again" if target in seen else f"it has more than {_MOST_PAGES:,} pages")
+                )
             seen.add(target)
             page = HubPage(self._client, target, max_bytes=_MAX_PAGE_BYTES)
             try:
-                files = files_of(await page.rest(), where)
+                files = await in_thread(partial(files_of, await page.rest(), where))
             except ObjectNotFound:
-                if not folder:
+                if not folder or page.no_dataset:
                     raise
                 break  # the commit exists, and the folder does not
             self._sizes.update(files)
             found.update(path for path, _ in files if path.startswith(prefix))
             target = next_target(page.link, self._hub.address, where)
-        for path in sorted(found):
+        for path in await in_thread(partial(sorted, found)):
             yield path
             self._client.owner.use()
 
@@ -222,6 +261,11 @@ class HuggingFaceTransport(HttpTransport):
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> HubDownload:
         return HubDownload(self._client, path, start, length, max_bytes)
+
+
+def _token_advice() -> str:
+    token = "a token was sent" if "authorization" in hub_headers() else "no token was found"
+    return f"{token}; set HF_TOKEN, or run `hf auth login`"
 
 
 def hub_address() -> str:

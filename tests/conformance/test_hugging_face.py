@@ -30,3 +30,13 @@ class TestHuggingFace(TransportConformance):
         # Into the commit that is read, and into the CDN: the tests change objects, which no commit does.
         self.hub.commits[self.hub.main][path] = data
         self.hub.cdn.put(f"{self.hub.main}/{path}", data)
+
+    async def test_info_stands_for_the_bytes(self) -> None:
+        """A file's version is its commit, whatever the CDN says: another commit's is another version."""
+        async with self.make() as transport:
+            self.put(transport, "a", b"one")
+            first = (await transport.info("a")).etag
+        self.hub.put("a", b"two")
+        async with self.make() as transport:
+            assert (await transport.info("a")).etag not in (None, first)
+            assert await transport.read("a") == b"two"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha1
 from urllib.parse import quote, unquote
@@ -18,11 +18,15 @@ PAGE = 3
 """Files of a page of a listing."""
 
 
+Break = Callable[[web.Request], Awaitable[web.StreamResponse | None]]
+
+
 class Hub:
     """A hub with one dataset, ``acme/digits``. Each `put` is a commit; `main` is the newest.
 
     Attributes:
         faults: answers to the next requests for a path, in place of the usual ones.
+        breaks: functions that the next requests for a path call; what they return is the answer, unless it is None.
         asked: the requests that arrived.
         private: refuse requests without the token.
         large: files of at least this number of bytes are redirected to the CDN.
@@ -32,6 +36,7 @@ class Hub:
         self.cdn = cdn
         self.url = ""
         self.faults: defaultdict[str, deque[web.Response]] = defaultdict(deque)
+        self.breaks: defaultdict[str, deque[Break]] = defaultdict(deque)
         self.asked: list[Asked] = []
         self.private = False
         self.large = 100
@@ -54,6 +59,8 @@ class Hub:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         path = unquote(request.rel_url.raw_path)
         self.asked.append(Asked(request.method, path, request.headers.copy(), request.rel_url.raw_query_string, 0))
+        if self.breaks[path] and (answer := await self.breaks[path].popleft()(request)) is not None:
+            return answer
         if self.faults[path]:
             return self.faults[path].popleft()
         if self.private and request.headers.get("Authorization") != f"Bearer {TOKEN}":

@@ -85,7 +85,7 @@ def serving(
     with log.open("w") as stderr:
         process = script_server.start(
             [*command, "--workers", str(workers), *flags],
-            env=environment() | {"PYTHONPATH": str(ROOT)},
+            env=environment(),
             cwd=ROOT,
             stderr=stderr.fileno(),
             fresh=bool(within),

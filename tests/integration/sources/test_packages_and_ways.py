@@ -71,7 +71,9 @@ def expected(kind: str, samples: dict[str, list[str]]) -> list[list[str]]:
         return list(loader)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("spawn", "forkserver"))]
+)
 def test_by_processes(kind: str, method: str, folder: Path, expected: list[list[str]]) -> None:
     """However the workers are started."""
     table = open_table(kind, folder)
@@ -79,6 +81,7 @@ def test_by_processes(kind: str, method: str, folder: Path, expected: list[list[
         assert list(loader) == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2, "workers": "threads"}], ids=["no workers", "threads"])
 @pytest.mark.parametrize("loop", ["sync", "asyncio"])
 def test_in_the_trainer(
@@ -88,12 +91,14 @@ def test_in_the_trainer(
     assert alone("table", kind, str(folder), loop=loop, **OPTIONS, **options) == [expected]
 
 
+@pytest.mark.thorough
 def test_at_a_service(kind: str, folder: Path, node: NodeProcess, expected: list[list[str]]) -> None:
     """A service's node reads the same."""
     served = definitions.table(kind, str(folder))
     assert read("sync", OPTIONS | {"num_workers": 2, "workers": node.tcp}, served) == [expected]
 
 
+@pytest.mark.thorough
 def test_resumed(kind: str, folder: Path, node: NodeProcess, expected: list[list[str]]) -> None:
     """Here, and then at a service, with other workers."""
     with DataLoader[Any](open_table(kind, folder), num_workers=2, multiprocessing_context="fork", **OURS) as loader:
@@ -105,6 +110,7 @@ def test_resumed(kind: str, folder: Path, node: NodeProcess, expected: list[list
         assert [*head, *loader] == expected
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
 def test_by_two_ranks(kind: str, workers: int, folder: Path, two: RankGroup, samples: dict[str, list[str]]) -> None:
     """Each sample on one rank: the length is that of the whole folder on both."""
@@ -117,6 +123,7 @@ def test_by_two_ranks(kind: str, workers: int, folder: Path, two: RankGroup, sam
     assert len({*first, *second}) >= len(samples[kind]) - 1
 
 
+@pytest.mark.thorough
 def test_copies(kind: str, folder: Path, samples: dict[str, list[str]]) -> None:
     """A copy of another process, made before anything was read, reads the same, in any order, with repetitions."""
     count = len(samples[kind])
