@@ -19,7 +19,7 @@ from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import NOTHING, Slices, pack
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.fields import join
-from asyncloader.packing.windows import Window
+from asyncloader.packing.windows import Window, is_consistent
 
 Carried = list[list[int]]
 """The remainder of a window: ``[sequence, start, stop]`` of each slice."""
@@ -72,7 +72,8 @@ class WindowPacker:
 
         Raises:
             StateError: the sequences are not those of the state from which the epoch continues.
-            ValueError: the window's sequences have other fields than those of the window before.
+            ValueError: the window's sequences have other fields than those of the window before; or it contradicts
+                itself.
             TypeError: the loader's batches are no windows.
         """
         window = read[0] if read else None
@@ -81,6 +82,8 @@ class WindowPacker:
                 f"PackedLoader packs windows of sequences, but the loader gave {type(window).__name__}: give the "
                 "loader collate_fn=JoinSequences(...)"
             )
+        if window is not None and not is_consistent(window):
+            raise ValueError("a window contradicts itself: its lengths, fields and options were not made together")
         if self._sought:
             slices = np.array(self._sought, np.int64)
             lengths = np.zeros(0, np.int64) if window is None else window.lengths

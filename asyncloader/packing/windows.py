@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from asyncloader.packing.bin_packing import Strategy
+from asyncloader.packing.bin_packing import STRATEGIES, Strategy
 from asyncloader.packing.collate import join_fields
 from asyncloader.packing.fields import Array, cut, token_fields
 from asyncloader.packing.sampler import OnTooLong, rule_of
@@ -34,6 +35,30 @@ class Window(NamedTuple):
     domains: list[int | str] | None
     max_tokens: int
     strategy: Strategy
+
+
+def is_consistent(window: Window) -> bool:
+    """Return whether a window is as `JoinSequences` makes it. A service's node may have made it otherwise."""
+    fields, lengths, domains, max_tokens, strategy = window
+    if not isinstance(lengths, np.ndarray) or lengths.dtype != np.int64 or lengths.ndim != 1:
+        return False
+    count = len(lengths)
+    if not isinstance(fields, dict) or type(max_tokens) is not int or max_tokens < 1 or strategy not in STRATEGIES:
+        return False
+    if domains is not None and not (
+        isinstance(domains, list) and len(domains) == count and all(isinstance(each, int | str) for each in domains)
+    ):
+        return False
+    # Python's integers: the sum of hostile lengths may not fit into 64 bits.
+    total = sum(lengths.tolist())
+    if count and (int(lengths.min()) < 1 or not any(isinstance(each, torch.Tensor) for each in fields.values())):
+        return False
+    return all(
+        each.ndim > 0 and len(each) == total
+        if isinstance(each, torch.Tensor)
+        else type(each) is list and len(each) == count
+        for each in fields.values()
+    )
 
 
 class JoinSequences:

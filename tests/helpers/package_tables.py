@@ -9,7 +9,6 @@ processes that are forked from one that has used Lance cannot read by Lance.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 
 from asyncloader import LanceTable, LitDataFolder
+from tests import script_server
 from tests.helpers.running import PATIENCE_S, ROOT, environment
 
 BLOCK = 8
@@ -93,7 +93,7 @@ def written(folder: Path, package: str) -> dict[str, list[str]]:
         return {}
     command = [sys.executable, "-m", "tests.helpers.package_tables", str(folder), package]
     env = environment() | {"PYTHONWARNINGS": "default"}  # the packages' own
-    ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    ended = script_server.run(command, timeout=3 * PATIENCE_S, env=env, cwd=ROOT)  # the packages' imports take seconds
     assert not ended.returncode, ended.stderr
     found: dict[str, list[str]] = json.loads((folder / f"expected-{package}.json").read_text())
     return found

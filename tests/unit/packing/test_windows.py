@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader import JoinSequences
+from asyncloader import JoinSequences, PackSequences
+from asyncloader.packing.window_packer import WindowPacker
+from asyncloader.packing.windows import is_consistent
 
 
 @pytest.mark.parametrize(
@@ -71,3 +73,39 @@ def test_fields_of_some_sequences() -> None:
         with pytest.raises(ValueError, match=r"the first and sequence 1 has \['__key__'\]: leave these out"):
             JoinSequences(3)(samples)
     assert len(JoinSequences(3)([[1], {"tokens": [2]}]).lengths) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"lengths": [2, 1]},
+        {"lengths": np.array([2, 1], np.int32)},
+        {"lengths": np.array([[2, 1]])},
+        {"lengths": np.array([2, 2])},
+        {"lengths": np.array([3, 0])},
+        {"lengths": np.array([4, -1])},
+        {"lengths": np.array([2**62, 2**62, 2**62, 2**62, 2, 1])},
+        {"fields": None},
+        {"fields": {}},
+        {"fields": {"id": [1, 2]}},
+        {"fields": {"tokens": torch.arange(2)}},
+        {"fields": {"tokens": torch.tensor(3)}},
+        {"fields": {"tokens": torch.arange(3), "id": [1]}},
+        {"fields": {"tokens": torch.arange(3), "id": "ab"}},
+        {"domains": [1]},
+        {"domains": [1, None]},
+        {"domains": "ab"},
+        {"max_tokens": 0},
+        {"max_tokens": True},
+        {"strategy": "none"},
+    ],
+)
+def test_windows_of_others(change: dict[str, Any]) -> None:
+    """What a service's node could not have made of sequences is refused before it is packed."""
+    window = JoinSequences(4)([{"tokens": [1, 2], "id": 3}, {"tokens": [3], "id": 4}])
+    assert is_consistent(window)
+    assert is_consistent(JoinSequences(4)([[]]))
+    assert not is_consistent(window._replace(**change))
+    packer = WindowPacker(PackSequences(), drop_last=False, state={}, carried=[], delivered=0)
+    with pytest.raises(ValueError, match="a window contradicts itself"):
+        packer.add({}, [window._replace(**change)])
