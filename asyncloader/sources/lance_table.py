@@ -34,7 +34,7 @@ _inherited = False
 """Whether this process was forked from one that had imported lance."""
 
 
-class _Description(NamedTuple):
+class _LanceVersion(NamedTuple):
     """A version of a dataset: its number, and its rows."""
 
     version: int
@@ -88,7 +88,7 @@ class LanceTable(Dataset[dict[str, Any]]):
         self.columns = None if columns is None else list(columns)
         self.version = None if version is None else operator.index(version)
         self._storage_options = None if storage_options is None else dict(storage_options)
-        self._description: _Description | None = None
+        self._description: _LanceVersion | None = None
         self._prepare()
 
     def _prepare(self) -> None:
@@ -142,7 +142,7 @@ class LanceTable(Dataset[dict[str, Any]]):
             for place in places.tolist()
         ]
 
-    def _described(self) -> _Description:
+    def _described(self) -> _LanceVersion:
         if self._description is None:
             asked = {"uri": self.uri, "version": self.version, "storage_options": self._storage_options}
             # Nothing is gained by another process where Lance is in use anyway, or where nothing forks.
@@ -152,7 +152,7 @@ class LanceTable(Dataset[dict[str, Any]]):
                 raise ReadFailed(f"{self.uri} cannot be read by lance: {found['error']}")
             if missing := sorted({*(self.columns or [])} - {*found["names"]}):
                 raise ReadFailed(f"{self.uri} has no column {missing[0]!r}; it has {', '.join(found['names'])}")
-            self._description = _Description(found["version"], found["rows"])
+            self._description = _LanceVersion(found["version"], found["rows"])
         return self._description
 
     def __repr__(self) -> str:

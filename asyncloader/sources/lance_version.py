@@ -8,6 +8,7 @@ The program imports nothing of this package, so that it starts quickly. It reads
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from typing import Any
@@ -31,7 +32,7 @@ def _main() -> None:
     asked = json.load(sys.stdin)
     sys.path[:] = asked["path"]
     try:
-        import lance
+        lance = importlib.import_module("lance")
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     else:

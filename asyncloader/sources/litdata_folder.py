@@ -77,7 +77,7 @@ class LitDataFolder(Dataset[Any]):
         index.check()
         self._chunks = parse_index(data.tobytes(), self.block_size, index.path)
         self._files = np.array([self._identity(number) for number in range(len(self._chunks.names))], np.int64)
-        self._readers = worker_resource(partial(_Reader, self.block_size, dict(serializers or {})))
+        self._readers = worker_resource(partial(_FolderReader, self.block_size, dict(serializers or {})))
 
     def __len__(self) -> int:
         return int(self._chunks.starts[-1])
@@ -149,7 +149,7 @@ def _chunks_of(table: ChunkTable, numbers: npt.NDArray[np.int64]) -> npt.NDArray
     return np.searchsorted(table.starts, numbers, side="right") - 1
 
 
-class _Reader:
+class _FolderReader:
     """LitData's reader of a folder. Used by one thread at a time."""
 
     def __init__(self, block_size: int | None, serializers: dict[str, Any], path: str) -> None:

@@ -17,17 +17,18 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader, PackedLoader, PackingSampler
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import run_async
-from tests.service import definitions
+from tests.service import packing_definitions as definitions
 from tests.service.serving import NodeProcess, serving
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
+MODULE = "tests.service.packing_definitions"
 NAMES = ["texts", "windows", "window_shards"]
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with serving(tmp_path_factory.mktemp("node"), NAMES, *(f"--open={name}" for name in NAMES)) as made:
+    with serving(tmp_path_factory.mktemp("node"), NAMES, *(f"--open={name}" for name in NAMES), module=MODULE) as made:
         yield made
 
 
@@ -125,7 +126,7 @@ def test_a_node_that_dies(kind: str, tmp_path: Path, folder: Path, node: NodePro
     local = make()
     with local if kind == "planned" else local.loader:
         expected = list(local)
-    with serving(tmp_path, NAMES, *(f"--open={name}" for name in NAMES)) as dying:
+    with serving(tmp_path, NAMES, *(f"--open={name}" for name in NAMES), module=MODULE) as dying:
         rows = make(workers=f"{dying.tcp},{node.tcp}")
         with rows if kind == "planned" else rows.loader:
             iterator = iter(rows)

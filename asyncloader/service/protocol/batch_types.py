@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TypeVar
 
-from asyncloader.packing.windows import Window
+REGISTERED: dict[str, type] = {}
 
 _T = TypeVar("_T", bound=type)
 
@@ -36,6 +36,3 @@ def is_named_tuple(kind: type) -> bool:
 def name_of(kind: type) -> str:
     """Return the name under which a type is registered and sent."""
     return f"{kind.__module__}.{kind.__qualname__}"
-
-
-REGISTERED: dict[str, type] = {name_of(Window): Window}  # which `PackedLoader` checks before it uses it

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from asyncloader.service.protocol.batch_types import REGISTERED
+from asyncloader.packing.windows import Window
+from asyncloader.service.protocol.batch_types import REGISTERED, name_of
 from asyncloader.service.protocol.msgpack_values import (
     ALL_DTYPES,
     ARRAY_KINDS,
@@ -42,6 +43,7 @@ from asyncloader.service.protocol.msgpack_values import (
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
 
+_WINDOWS = {name_of(Window): Window}  # which `PackedLoader` checks before it packs them
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
 _SAME_HASH = 16  # keys of a dictionary that may have the same hash
 _MOST_DIGITS = 1 << 20  # of an integer, hexadecimal, which takes linear time to read; decimal digits would not
@@ -204,7 +206,7 @@ class _Builder:
         name, *fields = values
         if type(name) is not str or len(name) > _MOST_NAME:
             raise _Broken("a type without a name")
-        kind: Any = OURS.get(name) or REGISTERED.get(name)
+        kind: Any = OURS.get(name) or REGISTERED.get(name) or _WINDOWS.get(name)
         # A type that is not registered raises in `build` only, for the consumer: the node is not at fault.
         if self._dry and name not in OURS:  # a dry run calls no constructor of the user
             return WireLeaf(None)
