@@ -61,12 +61,12 @@ def open_table(kind: str, folder: Path | str) -> Any:
     """Make the dataset of a kind."""
     if kind in ITEMS:
         return LitDataFolder(Path(folder) / kind, block_size=BLOCK if kind == "tokens" else None)
-    options: dict[str, Any] = {
+    options: dict[str, dict[str, Any]] = {
         "lance": {},
         "lance, some columns": {"columns": ["vector", "n"]},
         "lance, an older version": {"version": 1},
-    }[kind]
-    return LanceTable(Path(folder) / "rows.lance", **options)
+    }
+    return LanceTable(Path(folder) / "rows.lance", **options[kind])
 
 
 def text_of(value: Any) -> str:

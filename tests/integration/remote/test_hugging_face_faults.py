@@ -235,7 +235,8 @@ async def test_etags_of_two_servers(hub: Hub, elsewhere: HttpStore, etag: str) -
         assert first.asked
         first.faults[name].append(status(403))
         elsewhere.put(name, LARGE, etag=etag)
-        hub.cdn = Renamed(elsewhere, etag)
+        renamed: Any = Renamed(elsewhere, etag)
+        hub.cdn = renamed
         assert await pinned.read_ranges([(4, 4)]) == [LARGE[4:8]]
 
 
@@ -298,7 +299,7 @@ async def test_a_branch_that_moves(hub: Hub) -> None:
 
 
 async def samples(dataset: RemoteIterableDataset) -> AsyncIterator[Any]:
-    async with aclosing(aiter(dataset)) as found:  # type: ignore[type-var]
+    async with aclosing(aiter(dataset)) as found:
         async for sample in found:
             yield sample
 

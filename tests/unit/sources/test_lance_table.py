@@ -70,7 +70,8 @@ def test_what_does_not_exist(path: str, options: dict[str, Any], said: str) -> N
 def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no list of columns is refused, and so is a table without the package."""
     monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: object())
-    for columns in ("n", []):
+    wrong: list[Any] = ["n", []]
+    for columns in wrong:
         with pytest.raises(ValueError, match="names no column: give a list of names, or None"):
             LanceTable("rows", columns=columns)
     monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: None)

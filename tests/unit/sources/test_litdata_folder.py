@@ -52,10 +52,15 @@ def test_indices_out_of_range(folder: Path, index: int) -> None:
         data[0.5]  # type: ignore[index]
 
 
+def to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda path: path.unlink(), "the chunk cannot be read: No such file"),
     "cut": (lambda path: os.truncate(path, 30), "was cut, or is no file: it has 30 bytes, and"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "was cut, or is no file"),
+    "a folder": (to_folder, "was cut, or is no file"),
 }
 
 
