@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, PackedLoader, PackingSampler
+from asyncloader.packing.bin_packing import Strategy
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import run_async
 from tests.service import packing_definitions as definitions
@@ -32,7 +33,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
         yield made
 
 
-def planned(strategy: str, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+def planned(strategy: Strategy, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
     """A loader of rows that are planned from lengths."""
     lengths = definitions.TEXT_LENGTHS
     return DataLoader(
@@ -44,7 +45,7 @@ def planned(strategy: str, batch_size: int = 2, **options: Any) -> DataLoader[An
             seed=1,
             strategy=strategy,
             domains=[n % 2 for n in lengths],
-            window=100,  # type: ignore[arg-type]
+            window=100,
         ),
         seed=1,
         num_workers=2,
@@ -55,7 +56,7 @@ def planned(strategy: str, batch_size: int = 2, **options: Any) -> DataLoader[An
 def packed(kind: str, folder: Path, **options: Any) -> PackedLoader:
     """A loader of windows."""
     defined = definitions.windows() if kind == "map" else definitions.window_shards(str(folder))
-    order = {"shuffle": True} if kind == "map" else {}
+    order: dict[str, Any] = {"shuffle": True} if kind == "map" else {}
     return PackedLoader(DataLoader[Any](defined, batch_size=40, seed=1, num_workers=2, **order, **options))
 
 
@@ -70,7 +71,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "awaited"])
 @pytest.mark.parametrize("strategy", ["first_fit", "best_fit", "wrap", "best_fit_wrap"])
-def test_planned_rows(strategy: str, asynchronous: bool, node: NodeProcess) -> None:
+def test_planned_rows(strategy: Strategy, asynchronous: bool, node: NodeProcess) -> None:
     """Indices and slices arrive as they were planned: the batches of local workers; the rest after a resume."""
     with planned(strategy, asynchronous=asynchronous) as loader:
         expected = list(loader)

@@ -67,7 +67,8 @@ def kind(request: pytest.FixtureRequest, samples: dict[str, list[str]]) -> str:
 @pytest.fixture
 def expected(kind: str, samples: dict[str, list[str]]) -> list[list[str]]:
     """The batches of a list of the samples."""
-    with DataLoader[Any](samples[kind], collate_fn=list, **OPTIONS) as loader:
+    plain: Any = samples[kind]
+    with DataLoader[Any](plain, collate_fn=list, **OPTIONS) as loader:
         return list(loader)
 
 
