@@ -199,7 +199,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         if self._closed:
             iterator.close()
             raise self._closed_error()
-        self._dashboard.watch(self, AsyncDataLoader._watched, self._statistics)
+        if os.environ.get("ASYNCLOADER_TOP") == "1":
+            self._dashboard.watch(self, AsyncDataLoader._watched, self._statistics)
         return iterator
 
     def _closed_error(self) -> LoaderClosed:

@@ -135,7 +135,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             iterator._shutdown_workers()
             raise self._asyncloader_closed()
         # Only now, when the workers exist: they are forked before there is a thread for it.
-        state.dashboard.watch(self, DataLoader._asyncloader_watched, state.statistics)
+        if os.environ.get("ASYNCLOADER_TOP") == "1":
+            state.dashboard.watch(self, DataLoader._asyncloader_watched, state.statistics)
         return iterator
 
     def _asyncloader_closed(self) -> LoaderClosed:

@@ -5,7 +5,6 @@ Data path: loader -> [loader_dashboard] -> dashboard, which is imported when the
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -55,8 +54,8 @@ class LoaderDashboard:
         return dashboard
 
     def watch(self, loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> None:
-        """Open the socket, if the process was started with ``ASYNCLOADER_TOP=1`` and it is not open."""
-        if self._dashboard is not None or os.environ.get("ASYNCLOADER_TOP") != "1":
+        """Open the socket unless it is open."""
+        if self._dashboard is not None:
             return
         from asyncloader.live.dashboard import watch
 

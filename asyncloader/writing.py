@@ -72,11 +72,12 @@ async def write_shards(
         await write_shards(samples, "s3://bucket/train-{shard:06d}.tar", max_bytes="256MiB")
 
     A shard appears whole or not at all. Beside the shards is their index, ``_train-index.tar.json``, with counts, sizes
-    and digests; and for MDS ``index.json``, which MosaicML's readers need. Called again with the same arguments after
-    it was killed, it keeps the shards that are complete and writes the others, byte for byte those of an undisturbed
-    run. Of a map dataset it does not ask for the samples of the complete shards again; an iterable must give all
-    samples again, from the first, and those of the complete shards are compared. When cancelled, it waits for the
-    sample that an iterable is computing.
+    and digests; and for MDS ``index.json``, which MosaicML's readers need. Beside each tar, JSON lines or TFRecord
+    shard is the index of its samples, for `RemoteMapDataset`: ``_train-000000.tar.samples``. Called again with the same
+    arguments after it was killed, it keeps the shards that are complete and writes the others, byte for byte those of
+    an undisturbed run. Of a map dataset it does not ask for the samples of the complete shards again; an iterable must
+    give all samples again, from the first, and those of the complete shards are compared. When cancelled, it waits for
+    the sample that an iterable is computing.
 
     Args:
         samples: an iterable or asynchronous iterable of dictionaries, as `RemoteIterableDataset` gives them; or a map

@@ -324,15 +324,14 @@ class PinnedReader:
             The other errors of `Transport.read_ranges` and `info`.
         """
         wanted = list(ranges)
-        with self._errors():
-            try:
-                return await self._read_ranges(wanted)
-            except (ObjectNotFound, RangeOutOfBounds) as error:
-                # `info` described an object that has these ranges: the error is about an object that replaced it, and
-                # must not look like a bad sample.
-                if self._size is None or any(start + length > self._size for start, length in wanted):
-                    raise
-                raise changed_error(self.path) from error
+        with self._reading(wanted):
+            return await self._read_ranges(wanted)
+
+    async def read_pieces(self, start: int, length: int) -> Sequence[bytes]:
+        """Read a range, which is not empty, like `read_ranges`. Return its bytes in the pieces in which they arrived:
+        the caller need not wait for a copy that joins them.
+        """
+        return await self.read_ranges([(start, length)])
 
     async def stream(
         self, *, start: int = 0, stop: int | None = None, chunk_size: int = 1 << 20
@@ -374,6 +373,18 @@ class PinnedReader:
         except ObjectNotFound:
             return False
         return info.etag is not None and info.etag == self.etag
+
+    @contextmanager
+    def _reading(self, ranges: Sequence[tuple[int, int]]) -> Generator[None, None, None]:
+        with self._errors():
+            try:
+                yield
+            except (ObjectNotFound, RangeOutOfBounds) as error:
+                # `info` described an object that has these ranges: the error is about an object that replaced it, and
+                # must not look like a bad sample.
+                if self._size is None or any(start + length > self._size for start, length in ranges):
+                    raise
+                raise changed_error(self.path) from error
 
     @contextmanager
     def _errors(self) -> Generator[None, None, None]:

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncloader.transports.base import ObjectInfo
+from asyncloader.transports.cache_entry import CacheEntry, EntryLost
 from asyncloader.transports.cache_layout import BLOCK_BYTES, Piece, block_key, block_length, hash_key, size_key
-from asyncloader.transports.cache_store import BeingWritten, CacheEntry, CacheFill, CacheStore, EntryLost
+from asyncloader.transports.cache_store import BeingWritten, CacheFill, CacheStore
 
 
 @dataclass(slots=True)
@@ -91,14 +92,16 @@ class CachedBlocks:
                 whole.close()
         return claim
 
-    def commit(self, claim: Claim, data: Mapping[int, bytes]) -> None:
-        """Write the blocks that were claimed. OSError: the disk is full or failed; the other blocks are released."""
+    def commit(self, claim: Claim, data: Mapping[int, Sequence[memoryview]]) -> None:
+        """Write the blocks that were claimed, each in any pieces. OSError: the disk is full or failed; the other blocks
+        are released.
+        """
         try:
             # The size is written before the blocks: readers that do not ask the store find a version by it.
             if self._size > BLOCK_BYTES and not self._store.holds(size_key(self._url), self._etag):
                 self._store.put(size_key(self._url), self._etag, str(self._size).encode())
             for block, fill in claim.fills.items():
-                fill.commit(data[block])
+                fill.commit(*data[block])
         finally:
             claim.abort()
 

@@ -45,6 +45,9 @@ long as one more request, as for `Transport.range_gap`; larger blocks would mult
 few columns of a Parquet file.
 """
 
+RUN_BLOCKS = 16
+"""Most blocks that are downloaded by one request, as for `Transport.range_size`."""
+
 _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
 _END = struct.Struct(">I16x")  # crc of etag and body; the rest is no longer used
@@ -111,10 +114,10 @@ def split_range(start: int, length: int) -> list[Piece]:
 
 
 def group_neighbours(blocks: Iterable[int]) -> list[list[int]]:
-    """Group ascending numbers of blocks that follow each other without a gap."""
+    """Group ascending numbers of blocks that follow each other without a gap, at most `RUN_BLOCKS` in a group."""
     groups: list[list[int]] = []
     for block in blocks:
-        if groups and groups[-1][-1] + 1 == block:
+        if groups and groups[-1][-1] + 1 == block and len(groups[-1]) < RUN_BLOCKS:
             groups[-1].append(block)
         else:
             groups.append([block])

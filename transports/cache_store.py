@@ -6,8 +6,9 @@ Any number of processes use one directory without waiting for each other. A file
 never changes after that; if it is deleted while it is read, the read continues.
 
 A file whose bytes do not match its footer, because of a failing disk or a power loss, is deleted and counts as never
-cached. A process compares the checksum when it opens a file for the first time: at each use, it would read each file
-twice. CRC-32 finds damage, not malice: a program that can write to the directory can choose the bytes of every read.
+cached. A process compares the checksum when it opens a file for the first time that it has not written itself: at each
+use, it would read each file twice. CRC-32 finds damage, not malice: a program that can write to the directory can
+choose the bytes of every read.
 
 All functions block and are called in threads. Errors are the operating system's; `cached` decides what they mean for a
 read.
@@ -20,7 +21,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import shutil
 import stat
@@ -28,9 +28,9 @@ import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
+from asyncloader.transports.cache_entry import CacheEntry
 from asyncloader.transports.cache_layout import (
     MARKER,
     MARKER_NAME,
@@ -57,102 +57,28 @@ _MOST_VERIFIED = 1 << 18
 
 _AT_ONCE = 1 << 20  # bytes
 
+_MOST_PIECES = 256  # of a system call; POSIX allows at least 16, and Linux 1024
+
 # The names in a cache directory.
 _PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock"})
-
-
-class EntryLost(Exception):
-    """A file of the cache was opened, but cannot be read. It has been deleted; the store still has the object."""
 
 
 class BeingWritten(Exception):
     """Another writer, in this process or in another, has claimed the file."""
 
 
-class CacheEntry:
-    """An open object in the cache. Several threads may use it; one thread closes it.
-
-    Attributes:
-        etag, size, created: as in its `CacheFooter`.
-        path: the file.
-        descriptor: the open file; -1 when it is closed.
-    """
-
-    def __init__(self, descriptor: int, path: str, footer: CacheFooter) -> None:
-        self.etag = footer.etag
-        self.size = footer.size
-        self.created = footer.created
-        self.path = path
-        self.descriptor = descriptor
-        # Held during a read: the system may give a closed descriptor's number to another file at once, and the read
-        # would return that file's bytes.
-        self._lock = threading.Lock()
-
-    def read(self, start: int, length: int) -> bytes:
-        """Read exactly `length` bytes starting at `start`.
-
-        Raises:
-            EntryLost: the disk failed, or the file was truncated.
-        """
-        with self._lock:
-            if self.descriptor < 0:
-                raise EntryLost(f"{self.path} was closed before the read began")
-            try:
-                return self._read(start, length)
-            except OSError as error:
-                with suppress(OSError):
-                    # By now the name may belong to a new copy, which another process wrote after an eviction.
-                    if same_file(self.descriptor, self.path):
-                        os.unlink(self.path)
-                raise EntryLost(f"reading {self.path} failed: {error}") from error
-
-    @contextmanager
-    def mapped(self) -> Generator[memoryview]:
-        """Return the object's bytes, mapped from the file, for the time of a ``with`` block.
-
-        Raises:
-            OSError: the file cannot be mapped.
-        """
-        whole = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ)
-        view = memoryview(whole)[: self.size]
-        try:
-            yield view
-        finally:
-            # An error may refer to the bytes by its frames: then they are unmapped when it is dropped.
-            with suppress(BufferError):
-                view.release()
-                whole.close()
-
-    def close(self) -> None:
-        """Close the file, after a read in progress."""
-        with self._lock:
-            if self.descriptor >= 0:
-                os.close(self.descriptor)
-                self.descriptor = -1
-
-    def _read(self, start: int, length: int) -> bytes:
-        data = os.pread(self.descriptor, length, start)
-        if len(data) == length:
-            return data
-        parts, total = [data], len(data)
-        while total < length:  # one system call returns at most 2 GiB
-            data = os.pread(self.descriptor, length - total, start + total)
-            if not data:
-                raise OSError(errno.EIO, "it was cut while it was read")
-            parts.append(data)
-            total += len(data)
-        return b"".join(parts)
-
-
 class CacheFill:
     """An object that is being written to the cache. The caller ends it with `commit` or `abort`, in any thread."""
 
-    def __init__(self, descriptor: int, temporary: str, final: str, footer: CacheFooter, usage: CacheUsage) -> None:
+    def __init__(
+        self, descriptor: int, temporary: str, final: str, footer: CacheFooter, usage: CacheUsage, verified: _Verified
+    ) -> None:
         self._descriptor = descriptor  # holds the lock on the file
         self._temporary = temporary
         self._final = final
         self._footer = footer
         self._usage = usage
+        self._verified = verified
         self._written = 0
         self._crc = 0
         # A stream that is closed aborts in one thread while another thread may still be writing a chunk.
@@ -166,15 +92,20 @@ class CacheFill:
                 self._crc = zlib.crc32(data, self._crc)
                 self._written += len(data)
 
-    def commit(self, last: bytes = b"") -> bool:
-        """Append the last bytes and, if the object is complete, give the file its name; otherwise abort."""
+    def commit(self, *last: bytes | memoryview) -> bool:
+        """Append the last bytes, in any pieces, and give the file its name if the object is complete; otherwise
+        abort.
+        """
         with self._lock:
-            if self._descriptor < 0 or self._written + len(last) != self._footer.size:
+            if self._descriptor < 0 or self._written + sum(map(len, last)) != self._footer.size:
                 self._end(keep=False)
                 return False
             try:
-                crc = zlib.crc32(last, self._crc)
-                self._append(last, self._footer._replace(crc=crc, created=time.time_ns()).pack())
+                crc = self._crc
+                for piece in last:
+                    crc = zlib.crc32(piece, crc)
+                footer = self._footer._replace(crc=crc, created=time.time_ns())
+                self._append(*last, footer.pack())
                 try:
                     # Renamed while the file is locked: otherwise another writer could claim it first, and truncate it.
                     os.rename(self._temporary, self._final)
@@ -188,6 +119,7 @@ class CacheFill:
             except BaseException:
                 self._end(keep=False)
                 raise
+            self._verified.add(os.fstat(self._descriptor), footer)  # its bytes are those of the checksum
             self._end(keep=True)
             return True
 
@@ -196,7 +128,9 @@ class CacheFill:
         with self._lock:
             self._end(keep=False)
 
-    def _append(self, *parts: bytes) -> None:
+    def _append(self, *parts: bytes | memoryview) -> None:
+        if len(parts) > _MOST_PIECES:
+            parts = (b"".join(parts),)
         written = os.writev(self._descriptor, parts)
         if written < sum(map(len, parts)):  # the disk is full, which the next call reports; or more than 2 GiB
             view = memoryview(b"".join(parts))[written:]
@@ -219,6 +153,26 @@ class CacheFill:
             os.close(descriptor)
 
 
+class _Verified:
+    """The files whose checksum was right when this process first opened them, or that it has written."""
+
+    def __init__(self) -> None:
+        self._names: set[int] = set()
+        self._pid = 0
+
+    def has(self, status: os.stat_result, footer: CacheFooter) -> bool:
+        return self._pid == os.getpid() and self._name(status, footer) in self._names
+
+    def add(self, status: os.stat_result, footer: CacheFooter) -> None:
+        if self._pid != os.getpid() or len(self._names) >= _MOST_VERIFIED:
+            self._names, self._pid = set(), os.getpid()
+        self._names.add(self._name(status, footer))
+
+    @staticmethod
+    def _name(status: os.stat_result, footer: CacheFooter) -> int:
+        return hash((status.st_dev, status.st_ino, footer.created, footer.crc))
+
+
 class CacheStore:
     """The objects in a cache directory. Holds no descriptor, and does nothing before the first call.
 
@@ -236,8 +190,7 @@ class CacheStore:
         self._started_in = 0  # pid of the process that has called `_start`
         self._starting: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked lock
         self._counts = counts
-        self._verified: set[int] = set()  # files whose checksum was right when they were first opened
-        self._verified_in = 0  # pid of the process that compared them
+        self._verified = _Verified()
 
     def has(self, url_key: str) -> bool:
         """Return whether any version of an object is cached."""
@@ -307,7 +260,7 @@ class CacheStore:
                 descriptor = _open_locked(temporary)
         if descriptor is None:
             raise BeingWritten(temporary)
-        fill = CacheFill(descriptor, temporary, final, footer, self.usage)
+        fill = CacheFill(descriptor, temporary, final, footer, self.usage, self._verified)
         try:
             os.ftruncate(descriptor, 0)  # remove the bytes of a dead writer
             # Looked for after the lock is ours: another writer may have committed the object before.
@@ -359,19 +312,18 @@ class CacheStore:
         return _is_directory(os.path.join(self._root, "objects")) and _is_directory(self._directory_of(url_key))
 
     def _verify(self, descriptor: int, status: os.stat_result, footer: CacheFooter) -> bool:
-        """Return whether a file is whole; compares its checksum at the first use in this process."""
-        if self._verified_in != os.getpid() or len(self._verified) >= _MOST_VERIFIED:
-            self._verified, self._verified_in = set(), os.getpid()
-        name = hash((status.st_dev, status.st_ino, footer.created, footer.crc))
-        if name not in self._verified:
-            try:
-                whole = is_whole(descriptor, footer)
-            except OSError:  # a bad sector, which says nothing about other files
-                whole = False
-            if not whole:
-                return False
-            self._verified.add(name)
-        return True
+        """Return whether a file is whole; compares its checksum at the first use in this process, unless this process
+        has written it.
+        """
+        if self._verified.has(status, footer):
+            return True
+        try:
+            whole = is_whole(descriptor, footer)
+        except OSError:  # a bad sector, which says nothing about other files
+            whole = False
+        if whole:
+            self._verified.add(status, footer)
+        return whole
 
     def _check_root(self) -> bool:
         """Return whether the cache exists. OSError: the path exists, but is not a cache of this user."""

@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
-from mmap import mmap
 from typing import TYPE_CHECKING
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
+from asyncloader.transports.cache_entry import CacheEntry, EntryLost
 from asyncloader.transports.cache_layout import (
     BLOCK_BYTES,
     Piece,
@@ -28,17 +28,22 @@ from asyncloader.transports.cache_layout import (
     split_range,
     storable_etag,
 )
-from asyncloader.transports.cache_store import CacheEntry, CacheFill
+from asyncloader.transports.cache_store import CacheFill
 from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.checks import check_range, check_start
 from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
-from asyncloader.transports.mapped_files import MappedFiles
+from asyncloader.transports.open_files import OpenFile, OpenFiles
+from asyncloader.transports.ranges import cut_pieces, split_pieces
 
 if TYPE_CHECKING:
     from asyncloader.transports.cached import CachedTransport
 
 # How long the end of a read may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
+
+# Ranges of the cache up to this length are read by one system call, and the parts of a sample cut from the bytes. Of a
+# longer range each part is read by itself, which saves a copy.
+_READ_AT_ONCE = 1 << 16
 
 # Blocks that are claimed at a time: each holds an open file.
 _MOST_CLAIMED = 32
@@ -66,9 +71,10 @@ class CachedObject(PinnedReader):
         self._asked = False  # the store has confirmed that it has this version
 
     @cached_property
-    def mapped_name(self) -> tuple[str, ObjectInfo | None]:
-        """The name of the version's files in `MappedFiles`. Asked when the version is known."""
-        return self.cached.object_url(self.path), self._version
+    def local_name(self) -> str:
+        """The name of the version's files in `OpenFiles`. Asked when the version is known."""
+        # A text, because it keeps its hash, and a tuple does not.
+        return repr((self.cached.object_url(self.path), self._version))
 
     @property
     def etag(self) -> str | None:
@@ -105,12 +111,12 @@ class CachedObject(PinnedReader):
 
     @property
     def local(self) -> bool:
-        """Whether `read_mapped` may find something: the version that is read is known, and the cache is read."""
+        """Whether `find_local` may find something: the version that is read is known, and the cache is read."""
         return self._version is not None and self.cached.serves
 
-    def read_mapped(
-        self, ranges: Sequence[tuple[int, int]], files: MappedFiles
-    ) -> Iterator[tuple[bytes | mmap, int] | None]:
+    def find_local(
+        self, ranges: Sequence[tuple[int, int]], files: OpenFiles
+    ) -> Iterator[tuple[bytes | OpenFile, int] | None]:
         """Find ranges in the cache's files, without the event loop: blocks, and is called in a thread.
 
         Args:
@@ -119,7 +125,8 @@ class CachedObject(PinnedReader):
 
         Yields:
             For each range its bytes and their position in them, or None: the range must be read by `read_ranges`,
-            because a block of it is not cached, or cannot be read, or the object has no such range.
+            because a block of it is not cached, or cannot be read, or the object has no such range. Of a long range
+            the bytes are a file, whose slices raise EntryLost where it cannot be read.
         """
         version = self._version
         if version is None or not self.cached.serves:
@@ -268,10 +275,18 @@ class CachedObject(PinnedReader):
     # --- versions
 
     async def read_source(
-        self, version: ObjectInfo, groups: Sequence[Sequence[tuple[int, int]]]
-    ) -> tuple[list[bytes], bool]:
-        """Read groups of ranges from the store, each group with separate requests. Return the bytes of all ranges, and
-        whether they are known to be of this version.
+        self, version: ObjectInfo, runs: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]
+    ) -> tuple[list[Sequence[bytes]], Sequence[bytes], bool]:
+        """Read from the store, all at the same time.
+
+        Args:
+            version: of the object.
+            runs: ranges that are read by one request each.
+            ranges: further ranges, of which neighbours are read by one request.
+
+        Returns:
+            The runs, each in the pieces in which it arrived; the ranges; and whether all bytes are known to be of this
+            version.
 
         Raises:
             ReadFailed: the store has another version.
@@ -284,11 +299,12 @@ class CachedObject(PinnedReader):
                 path=self.path,
             )
         self._asked = True
-        data = await gather_all(self._source.read_ranges(group) for group in groups)
+        reads = [self._source.read_pieces(*run) for run in runs]
+        found = await gather_all([*reads, self._source.read_ranges(ranges)] if ranges else reads)
         etag = self._source.etag
         # The answers of some servers name no version: another request confirms it.
         proved = await self._confirm(version) if etag is None else etag == version.etag
-        return [each for group in data for each in group], proved
+        return found[: len(runs)], found[-1] if ranges else (), proved
 
     async def _confirm(self, version: ObjectInfo) -> bool:
         """Return whether the object is still the same in the store."""
@@ -306,37 +322,44 @@ class CachedObject(PinnedReader):
 class _Search:
     """One search for ranges of a version in the cache's files."""
 
-    def __init__(self, owner: CachedObject, version: ObjectInfo, files: MappedFiles) -> None:
-        self._name = owner.mapped_name
+    def __init__(self, owner: CachedObject, version: ObjectInfo, files: OpenFiles) -> None:
+        self._name = owner.local_name
         self._blocks = owner.blocks_of(version)
         self._size = version.size
         self._files = files
         self._whole = files.find((self._name, None))
         self._looked = self._whole is not None  # for a file of the whole object
-        self._newest: tuple[int, mmap | None] = -1, None  # the last block that was looked for, and its file
+        self._newest: tuple[int, OpenFile | None] = -1, None  # the last block that was looked for, and its file
 
-    def find(self, start: int, length: int) -> tuple[bytes | mmap, int] | None:
+    def find(self, start: int, length: int) -> tuple[bytes | OpenFile, int] | None:
         """Return bytes and the position of a range in them."""
         if start + length > self._size:
             return None
-        if self._whole is not None:
-            return self._whole, start
-        block, offset = divmod(start, BLOCK_BYTES)
-        if offset + length <= BLOCK_BYTES:
-            file = self._find(block)
-            if file is not None:
-                return file, offset
-            return None if self._whole is None else (self._whole, start)
+        try:
+            if self._whole is None:
+                block, offset = divmod(start, BLOCK_BYTES)
+                if offset + length <= BLOCK_BYTES:
+                    file = self._find(block)
+                    if file is not None:
+                        return _read(file, offset, length)
+                elif (data := self._join(split_range(start, length))) is not None:
+                    return data, 0
+            # It may have been found just now.
+            return None if self._whole is None else _read(self._whole, start, length)
+        except EntryLost:  # `read_ranges` deletes the file, and reads its bytes from the store
+            return None
+
+    def _join(self, pieces: Sequence[Piece]) -> bytes | None:
         parts: list[bytes] = []
-        for piece in split_range(start, length):
+        for piece in pieces:
             file = self._find(piece.block)
             if file is None:
-                return None if self._whole is None else (self._whole, start)
-            parts.append(file[piece.offset : piece.offset + piece.length])
-        return b"".join(parts), 0
+                return None
+            parts.append(file.read(piece.offset, piece.length))
+        return b"".join(parts)
 
-    def _find(self, block: int) -> mmap | None:
-        """Return a block's file. If it is not mapped yet, a file of the whole object is looked for first."""
+    def _find(self, block: int) -> OpenFile | None:
+        """Return a block's file. If it is not open yet, a file of the whole object is looked for first."""
         if block == self._newest[0]:
             return self._newest[1]
         name = (self._name, block)
@@ -352,6 +375,10 @@ class _Search:
             pass  # `read_ranges` has the same error, and decides what it means
         self._newest = block, file
         return file
+
+
+def _read(file: OpenFile, start: int, length: int) -> tuple[bytes | OpenFile, int]:
+    return (file, start) if length > _READ_AT_ONCE else (file.read(start, length), 0)
 
 
 class _Reading:
@@ -409,19 +436,18 @@ class _Reading:
             self._missed = True
             self._cached.count_miss()
         exact = [piece for block in claim.refused for piece in wanted[block]]
-        size = self._version.size
-        # One call per group: in one call for all, the transport would read the block between two groups as well, to
-        # save a request (`Transport.range_gap`), although it is cached or being downloaded.
-        groups = [
-            [(block * BLOCK_BYTES, block_length(block, size)) for block in group]
-            for group in group_neighbours(claim.fills)
-        ]
-        groups.append([(piece.start, piece.length) for piece in exact])
-        data, proved = await self._owner.read_source(self._version, [group for group in groups if group])
-        whole = dict(zip(claim.fills, data, strict=False))
-        found.update(zip(exact, data[len(whole) :], strict=True))
-        for block, given in whole.items():
+        lengths = {block: block_length(block, self._version.size) for block in claim.fills}
+        groups = group_neighbours(claim.fills)
+        runs = [(group[0] * BLOCK_BYTES, sum(map(lengths.__getitem__, group))) for group in groups]
+        read, given, proved = await self._owner.read_source(
+            self._version, runs, [(piece.start, piece.length) for piece in exact]
+        )
+        found.update(zip(exact, given, strict=True))
+        blocks: dict[int, list[memoryview]] = {}
+        for group, pieces in zip(groups, read, strict=True):
+            blocks.update(zip(group, split_pieces(pieces, map(lengths.__getitem__, group)), strict=True))
+        for block, parts in blocks.items():
             for piece in wanted[block]:
-                found[piece] = given[piece.offset : piece.offset + piece.length]
-        if whole and proved:
-            await self._cached.attempt(partial(self._blocks.commit, claim, whole), filling=True)
+                found[piece] = cut_pieces(parts, piece.offset, piece.length)
+        if blocks and proved:
+            await self._cached.attempt(partial(self._blocks.commit, claim, blocks), filling=True)

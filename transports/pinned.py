@@ -42,18 +42,29 @@ class PinnedObject(PinnedReader):
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         data, versions = await self._network.read_ranges_with_versions(self.path, ranges)
         for version in versions:
-            # Some servers name versions in answers to GET only: so the metadata need not prove the version, but must
-            # not contradict it.
-            if self._stated is not None and self._stated.differs(version):
-                raise changed_error(self.path)
-            self._compare(version)
+            self._compare_stated(version)
         return data
+
+    async def read_pieces(self, start: int, length: int) -> Sequence[bytes]:
+        """Read a range in the pieces in which it arrives, like `PinnedReader.read_pieces`."""
+        with self._reading([(start, length)]):
+            data, version = await self._network.read_pieces_with_version(self.path, start, length)
+            if version is not None:
+                self._compare_stated(version)
+            return data
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._network.stream_with_versions(self.path, start, chunk_size)) as chunks:
             async for chunk, version in chunks:
                 self._compare(version)
                 yield chunk
+
+    def _compare_stated(self, version: Any) -> None:
+        # Some servers name versions in answers to GET only: so the metadata need not prove the version, but must not
+        # contradict it.
+        if self._stated is not None and self._stated.differs(version):
+            raise changed_error(self.path)
+        self._compare(version)
 
     def _compare(self, version: Any) -> None:
         first = self._read = self._read or version

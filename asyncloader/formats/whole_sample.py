@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from mmap import mmap
 from struct import Struct
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 from zlib import adler32
 
 from asyncloader.formats.base import Sample, base_name
@@ -22,13 +21,20 @@ from asyncloader.formats.mds import MdsShard, mds_encoding
 from asyncloader.formats.tar import BLOCK, MAX_META_BYTES, split_name
 from asyncloader.formats.tfrecord import crc32c, mask_crc
 
-Source: TypeAlias = bytes | mmap
-"""Its slices are bytes: a mapped file is read without a copy of the whole sample."""
 
-ReadWhole: TypeAlias = Callable[[Source, int, int, int], Sample | None]
+class SampleSlices(Protocol):
+    """Has the bytes of samples: bytes, or a file, of which parts are read without a copy of the whole sample."""
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        """Return ``part.stop - part.start`` bytes. There is no step, and neither is left out."""
+        ...
+
+
+ReadWhole: TypeAlias = Callable[[SampleSlices, int, int, int], Sample | None]
 """Called with a source, the positions in it at which a sample's bytes begin and end, and their offset in the shard."""
 
 _HEADER = Struct("100s24x12s12x8sc100x8s80x155s12x")  # name, size, checksum, type, magic, prefix
+_HALF = BLOCK // 2
 _AFTER_CHECKSUM = frozenset((b"\0 ", b" \0", b"\0\0", b"  "))
 _AFTER_SIZE = frozenset((b"\0", b" "))
 _RECORD = Struct("<QI")
@@ -40,22 +46,22 @@ def tar_samples(url: str) -> ReadWhole:
     pax headers that change neither name nor size.
     """
 
-    def read(source: Source, at: int, end: int, _: int) -> Sample | None:
+    def read(source: SampleSlices, at: int, end: int, _: int) -> Sample | None:
         sample: Sample | None = None
         stem = ""  # of the sample's names, up to the field
         extended = False
         while at < end:
             if end - at < BLOCK:
                 return None
-            name, size, stated, kind, magic, prefix = _HEADER.unpack_from(source, at)
+            name, size, stated, kind, magic, prefix = _HEADER.unpack(header := source[at : at + BLOCK])
             digits = stated[:6]
             if not (
                 digits.isdigit() and stated[6:] in _AFTER_CHECKSUM and size[:11].isdigit() and size[11:] in _AFTER_SIZE
             ):
                 return None
-            half, begin = at + BLOCK // 2, at + BLOCK
+            begin = at + BLOCK
             # As in `TarReader`: the exact sum of the bytes, with the checksum's own eight as spaces.
-            total = (adler32(source[at:half], 0) & 0xFFFF) + (adler32(source[half:begin], 0) & 0xFFFF)
+            total = (adler32(header[:_HALF], 0) & 0xFFFF) + (adler32(header[_HALF:], 0) & 0xFFFF)
             try:
                 if int(digits, 8) != total - (adler32(stated, 0) & 0xFFFF) + 8 * 32:
                     return None
@@ -122,10 +128,10 @@ def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
     sizes = Struct(f"<{sum(column.size is None for column in shard.columns)}I")
     fixed = sizes.size + sum(column.size or 0 for column in shard.columns)
 
-    def read(source: Source, at: int, end: int, start: int) -> Sample | None:
+    def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
         if end - at < fixed:
             return None
-        head = sizes.unpack_from(source, at)
+        head = sizes.unpack(source[at : at + sizes.size])
         if end - at != fixed + sum(head):
             return None
         fields: Sample = {}
@@ -147,7 +153,7 @@ def json_lines(url: str) -> ReadWhole:
     """Return the function that reads samples like a `JsonlReader`: lines with their ends, and no blank line before."""
     name = base_name(url)
 
-    def read(source: Source, at: int, end: int, start: int) -> Sample | None:
+    def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
         line = source[at:end]
         if line.find(b"\n") != len(line) - 1:
             return None
@@ -170,14 +176,14 @@ def tfrecords(url: str, checksum: Callable[[bytes], int] | None) -> ReadWhole:
     name = base_name(url)
     of_length = crc32c if checksum is None else checksum
 
-    def read(source: Source, at: int, end: int, start: int) -> Sample | None:
+    def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
         if end - at < 16:
             return None
-        length, stated = _RECORD.unpack_from(source, at)
+        length, stated = _RECORD.unpack(source[at : at + _RECORD.size])
         if length != end - at - 16 or stated != mask_crc(of_length(source[at : at + 8])):
             return None
         data = source[at + 12 : end - 4]
-        if checksum is not None and _CRC.unpack_from(source, end - 4)[0] != mask_crc(checksum(data)):
+        if checksum is not None and _CRC.unpack(source[end - 4 : end])[0] != mask_crc(checksum(data)):
             return None
         return _named({"record": data}, name, start, url)
 

@@ -5,6 +5,10 @@ Data path: encoded samples -> shard_cutting -> [shard_writing] -> transport -> s
 A shard is held in memory until the store has it, and becomes visible whole. The index beside the shards (`shard_index`)
 is written first, again while shards become complete, and at the end: so a writer that was killed can be told from a
 foreign one, and its complete shards from others.
+
+Beside each shard that has no table of its own is the index of its samples, for random access (`sample_index`): the
+writer knows where they are, and a reader would have to read the whole shard. It is written before the shard is
+recorded.
 """
 
 from __future__ import annotations
@@ -18,13 +22,16 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from typing_extensions import Buffer
 
 from asyncloader.errors import ShardWriteError
 from asyncloader.formats.compressing import compressor
-from asyncloader.formats.encoder import EncodedSamples, ShardEncoder
+from asyncloader.formats.encoder import EncodedSamples, RecordEncoder, ShardEncoder
 from asyncloader.formats.mds_writer import MdsEncoder, MdsFile, mds_index
 from asyncloader.remote.discovery import INDEX
+from asyncloader.remote.sample_index import SampleIndex, format_name, index_name
+from asyncloader.remote.sample_index import dump_index as dump_samples
 from asyncloader.remote.shard_cutting import CutShard, ShardCutter
 from asyncloader.remote.shard_index import (
     MAX_INDEX_BYTES,
@@ -34,7 +41,7 @@ from asyncloader.remote.shard_index import (
     dump_index,
     parse_index,
 )
-from asyncloader.remote.stores import Stores
+from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import ObjectNotFound, Transport
 from asyncloader.transports.base import gather_all
 from asyncloader.transports.blocking import BlockingPool
@@ -139,6 +146,9 @@ class ShardWriter:
             # The index first: it must not describe shards that are deleted, or other shards of the same names.
             for name in (self._names.index_name, *((INDEX,) if self._is_mds else ()), *stored):
                 await self._delete(name)
+            if isinstance(self._encoder, RecordEncoder):
+                # One of a shard that is gone would be refused by the readers of another shard of this name.
+                await gather_all(self._delete(index_name(name)) for name in stored)
             index, stored = None, {}
         if index is None:
             if stored:
@@ -236,12 +246,25 @@ class ShardWriter:
                 return
             transport, path = self._find(name)
             etag = (await transport.write(path, pieces)).etag
+            await self._write_samples(name, shard, size, etag)
             self._done[shard.number] = ShardRecord(name, shard.samples, size, shard.size, digest, etag)
             self._save_soon()
         finally:
             self._uploading -= 1
             self._uploaded_bytes -= shard.size
             self._freed.set()
+
+    async def _write_samples(self, name: str, shard: CutShard, size: int, etag: str | None) -> None:
+        """Write the index of a shard's samples, unless the shard has a table of its own."""
+        if not isinstance(self._encoder, RecordEncoder):
+            return
+        # A local file's version is its time of modification, which ends when the files are copied to a store.
+        local = self._stores.transport is None and scheme_of(self._url(name)) == "file"
+        edges = np.zeros(shard.samples + 1, np.int64)
+        sizes = [part.encoded.sizes[part.first : part.stop] for part in shard.parts]
+        np.cumsum(np.concatenate(sizes), out=edges[1:])
+        index = SampleIndex(format_name(self._names.format), size, None if local else etag, edges, whole=True)
+        await self._put(index_name(name), dump_samples(index))
 
     def _assemble(self, shard: CutShard) -> tuple[Sequence[Buffer], int, str]:
         """Return the object's bytes, their number, and their digest. In a thread."""

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -39,6 +39,13 @@ class _LanceVersion(NamedTuple):
 
     version: int
     rows: int
+
+
+class _OpenVersion(Protocol):
+    """A version that Lance has opened."""
+
+    def take(self, indices: list[int], columns: list[str] | None) -> Any:
+        """Return the rows as a table of Arrow."""
 
 
 class LanceTable(Dataset[dict[str, Any]]):
@@ -185,9 +192,10 @@ def _lance() -> Any:
     return importlib.import_module("lance")
 
 
-def _open(storage_options: dict[str, str] | None, key: tuple[str, int]) -> Any:
+def _open(storage_options: dict[str, str] | None, key: tuple[str, int]) -> _OpenVersion:
     uri, version = key
-    return _lance().dataset(uri, version=version, storage_options=storage_options)
+    found: _OpenVersion = _lance().dataset(uri, version=version, storage_options=storage_options)
+    return found
 
 
 def _describe_apart(asked: dict[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _write_litdata(folder: Path) -> dict[str, list[str]]:
 
     found = {}
     for kind, (make, options) in ITEMS.items():
-        loader = {"item_loader": TokensLoader()} if kind == "tokens" else {}
+        loader: dict[str, Any] = {"item_loader": TokensLoader()} if kind == "tokens" else {}
         size = {"chunk_bytes": 300} if kind == "tokens" else {"chunk_size": 12}
         cache = Cache(str(folder / kind), **size, **loader, **options)
         for n in range(N):

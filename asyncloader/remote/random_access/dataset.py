@@ -33,7 +33,7 @@ from asyncloader.remote.stores import LoopStores, Stores
 from asyncloader.sizes import Size, optional_size, size
 from asyncloader.transports import Transport
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.mapped_files import MappedFiles
+from asyncloader.transports.open_files import OpenFiles
 
 
 class RemoteMapDataset(Dataset[Any]):
@@ -48,9 +48,9 @@ class RemoteMapDataset(Dataset[Any]):
     ``seed=`` the same batches on any workers and ranks, states of a few numbers.
 
     MDS has tables of its samples, Parquet of its row groups. A shard of another format is read once, whole, when the
-    length is first asked for, unless an index lies in the `cache_dir`, or beside the shard (`index_shards`). An index
-    in the cache that is of another version of the shard is made again; one beside the shard is refused with a
-    `ShardError`.
+    length is first asked for, unless an index lies in the `cache_dir`, or beside the shard (`write_shards`,
+    `index_shards`). An index in the cache that is of another version of the shard is made again; one beside the shard
+    is refused with a `ShardError`.
 
     A compressed shard, and a row group of Parquet, can only be decoded whole: one process of the host does it, and all
     of them read the result from a file. With random access to many of them, their files must fit into `cache_bytes`, or
@@ -114,7 +114,7 @@ class RemoteMapDataset(Dataset[Any]):
         )
         place = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._files = HostFiles(place, optional_size("cache_bytes", cache_bytes))
-        self._mapped = MappedFiles()
+        self._open_files = OpenFiles()
         self._catalog: SampleCatalog | None = None
         self._forget()
 
@@ -210,7 +210,7 @@ class RemoteMapDataset(Dataset[Any]):
                     self._catalog,
                     self._stores.here(),
                     self._files,
-                    self._mapped,
+                    self._open_files,
                     max_sample_bytes=self.max_sample_bytes,
                     read_ahead=self.read_ahead,
                     columns=self.columns,

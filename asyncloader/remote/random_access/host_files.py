@@ -22,13 +22,14 @@ import tempfile
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from asyncloader.bridge import in_thread
 from asyncloader.errors import warn_aside
 from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cache_layout import hash_key, storable_etag
 from asyncloader.transports.cache_store import CacheStore
 from asyncloader.transports.cache_usage import CacheCounts
@@ -43,6 +44,37 @@ _WAIT_S = 60.0
 """Longest wait for another process that makes a file. It may have been stopped: then the file is made here, too."""
 
 _PREFIX = "asyncloader-samples-"
+
+
+class Content(Protocol):
+    """The bytes of a file: a `CacheEntry`, or those that were just made."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+        ...
+
+    def read(self, start: int, length: int, /) -> bytes:
+        """Return a part. Raises EntryLost: it cannot be read."""
+        ...
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        """Return all bytes for the time of a ``with`` block. Raises EntryLost: they cannot be read."""
+        ...
+
+
+class _FreshContent:
+    """Bytes that were just made."""
+
+    def __init__(self, data: bytes) -> None:
+        self.size = len(data)
+        self._data = data
+
+    def read(self, start: int, length: int) -> bytes:
+        return self._data[start : start + length]
+
+    def mapped(self) -> AbstractContextManager[memoryview]:
+        return nullcontext(memoryview(self._data))
 
 
 class FileName(NamedTuple):
@@ -91,7 +123,7 @@ class HostFiles:
         self,
         name: FileName,
         make: Callable[[], Awaitable[bytes]],
-        use: Callable[[memoryview], _R],
+        use: Callable[[Content], _R],
         pool: BlockingPool,
         slots: asyncio.Semaphore,
     ) -> _R:
@@ -100,7 +132,7 @@ class HostFiles:
         Args:
             name: of the file.
             make: makes its bytes, in the running loop. Called once per host, unless the file does not fit.
-            use: its result must not refer to the bytes.
+            use: its result must not refer to mapped bytes.
             pool: the threads.
             slots: how many files are made at a time.
 
@@ -114,7 +146,7 @@ class HostFiles:
         if store is None:
             async with slots:
                 data = await make()
-            return await pool.run(partial(use, memoryview(data)))
+            return await pool.run(partial(use, _FreshContent(data)))
         # The slot first: a process that waits for a slot holds no lock that others wait for.
         async with slots, _locked(store.directory, key):
             # Made by another process meanwhile?
@@ -123,10 +155,10 @@ class HostFiles:
                 return found[0]
             data = await make()
             await pool.run(partial(self._put, store, key, version, data))
-        return await pool.run(partial(use, memoryview(data)))
+        return await pool.run(partial(use, _FreshContent(data)))
 
     def _use_kept(
-        self, name: FileName, key: str, version: str, use: Callable[[memoryview], _R]
+        self, name: FileName, key: str, version: str, use: Callable[[Content], _R]
     ) -> tuple[CacheStore | None, tuple[_R] | None]:
         store = self._store(name)
         return store, None if store is None else _use_entry(store, key, version, use)
@@ -175,7 +207,7 @@ class HostFiles:
             return self._private
 
 
-def _use_entry(store: CacheStore, key: str, version: str, use: Callable[[memoryview], _R]) -> tuple[_R] | None:
+def _use_entry(store: CacheStore, key: str, version: str, use: Callable[[Content], _R]) -> tuple[_R] | None:
     try:
         entry = store.open(key, version)
     except OSError:
@@ -183,8 +215,9 @@ def _use_entry(store: CacheStore, key: str, version: str, use: Callable[[memoryv
     if entry is None:
         return None
     try:
-        with entry.mapped() as view:
-            return (use(view),)
+        return (use(entry),)
+    except EntryLost:
+        return None
     finally:
         entry.close()
 

@@ -1,6 +1,6 @@
 """Finds where the samples of each shard are: in an index that is kept or lies beside the shard, or by reading it.
 
-Data path: discovery -> [indexing: index_file, host_files] -> catalog of samples -> shard_reader.
+Data path: discovery -> [indexing: sample_index, host_files] -> catalog of samples -> shard_reader.
 
 MDS shards begin with a table of their samples, and Parquet files end with one of their row groups: only the number of
 samples is asked for here. Shards of other formats are read once, whole, several at a time.
@@ -22,8 +22,9 @@ from asyncloader.formats import CompressedReader, JsonlReader, Located, ShardErr
 from asyncloader.formats.compressed import decoder
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.pins import Pins
-from asyncloader.remote.random_access.host_files import FileName, HostFiles
-from asyncloader.remote.random_access.index_file import (
+from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
+from asyncloader.remote.reading import MakeReader, read_shard_range
+from asyncloader.remote.sample_index import (
     MAX_INDEX_BYTES,
     SampleIndex,
     dump_index,
@@ -31,7 +32,6 @@ from asyncloader.remote.random_access.index_file import (
     index_name,
     parse_index,
 )
-from asyncloader.remote.reading import MakeReader, read_shard_range
 from asyncloader.remote.shard_sizes import REQUESTS, with_counts
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores, scheme_of, strip_signature
@@ -145,9 +145,9 @@ class Indexer:
 
         what = f"{name_of(shard)}\0samples\0{format_name(shard.format)}\0{self._max}"
 
-        def use(view: memoryview) -> SampleIndex | None:
+        def use(kept: Content) -> SampleIndex | None:
             try:
-                return parse_index(bytes(view))
+                return parse_index(kept.read(0, kept.size))
             except ValueError:
                 return None
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from asyncloader.formats import JsonlReader, MdsReader, MdsShard, Sample, ShardError, ShardReader, TarReader
 from asyncloader.formats.tar import END
 from asyncloader.formats.tfrecord import TFRecordReader, fast_crc32c
-from asyncloader.formats.whole_sample import ReadWhole, Source, json_lines, mds_samples, tar_samples, tfrecords
+from asyncloader.formats.whole_sample import ReadWhole, SampleSlices, json_lines, mds_samples, tar_samples, tfrecords
 from asyncloader.remote.catalog import Shard
 
 
@@ -43,7 +43,7 @@ class SampleParser:
             )
         return json_lines(url), lambda start: JsonlReader(url, start=start, max_sample_bytes=most)
 
-    def parse(self, source: Source, at: int, length: int, start: int) -> Sample:
+    def parse(self, source: SampleSlices, at: int, length: int, start: int) -> Sample:
         """Return the sample in these bytes.
 
         Args:

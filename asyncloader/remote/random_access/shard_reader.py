@@ -2,8 +2,9 @@
 
 Data path: numbers -> [shard_reader: index -> byte ranges -> sample_parsing] -> dataset.
 
-The samples of a call whose bytes a cache has are read by one call in a thread, from mapped files. All others are read
-shard by shard, at the same time; the transport joins neighbours into one request (`Transport.read_ranges`).
+The samples of a call whose bytes a cache has are read by one call in a thread, from files that are kept open. All
+others are read shard by shard, at the same time; the transport joins neighbours into one request
+(`Transport.read_ranges`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from asyncloader.formats import Sample, ShardError
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.random_access.chunks import compression_of, decode_rows, unpack
-from asyncloader.remote.random_access.host_files import FileName, HostFiles
+from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, name_of
 from asyncloader.remote.random_access.sample_parsing import SampleParser
 from asyncloader.remote.reading import read_shard_range
@@ -31,8 +32,9 @@ from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectInfo, PinnedReader, RangeOutOfBounds, plan_ranges
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cached_object import CachedObject
-from asyncloader.transports.mapped_files import MappedFiles
+from asyncloader.transports.open_files import OpenFiles
 from asyncloader.transports.pinned import PinnedObject
 
 INDEX_BYTES = 64 << 20
@@ -102,7 +104,7 @@ class ShardsReader:
         catalog: the samples.
         stores: find the transports; of the running loop.
         files: the host's.
-        mapped: keeps files of the cache.
+        open_files: keeps files of the cache open.
         max_sample_bytes: refuse a sample with more (decompressed) bytes.
         read_ahead: bytes of a shard or a row group that are fetched ahead of its decoding.
         columns: of Parquet, the columns to read. None: all.
@@ -113,7 +115,7 @@ class ShardsReader:
         catalog: SampleCatalog,
         stores: Stores,
         files: HostFiles,
-        mapped: MappedFiles,
+        open_files: OpenFiles,
         *,
         max_sample_bytes: int,
         read_ahead: int,
@@ -122,7 +124,7 @@ class ShardsReader:
         self._catalog = catalog
         self._stores = stores
         self._files = files
-        self._mapped = mapped
+        self._kept = open_files
         self._columns = columns
         self._max = max_sample_bytes
         self._ahead = read_ahead
@@ -131,7 +133,7 @@ class ShardsReader:
         self._slots = asyncio.Semaphore(DECODED_AT_ONCE)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
-        self._timer: asyncio.TimerHandle | None = None  # while files are mapped
+        self._timer: asyncio.TimerHandle | None = None  # while files are open
 
     async def aclose(self) -> None:
         """Join the threads, and close the files."""
@@ -140,7 +142,7 @@ class ShardsReader:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-            self._mapped.drop_unused(0.0)
+            self._kept.drop_unused(0.0)
 
     async def read(self, numbers: npt.NDArray[np.int64]) -> list[Sample]:
         """Return the samples with these numbers, in their order.
@@ -161,7 +163,7 @@ class ShardsReader:
                 groups.append(group)
         if local:
             try:
-                read = await self._pool.run(partial(self._read_mapped, local, samples))
+                read = await self._pool.run(partial(self._read_local, local, samples))
             finally:
                 self._drop_later()
             for (group, _), (left, nbytes) in zip(local, read, strict=True):
@@ -198,7 +200,7 @@ class ShardsReader:
         same = opened.version is None or cached.etag in (None, opened.version)
         return same and not self._is_odd(opened, edges, group.samples)
 
-    def _read_mapped(
+    def _read_local(
         self, groups: list[tuple[_Group, list[tuple[int, int]]]], samples: list[Any]
     ) -> list[tuple[_Group | None, int]]:
         """Read the samples of groups, each with its spans, that are in files of the cache; called in a thread.
@@ -219,13 +221,17 @@ class ShardsReader:
             parse = opened.parser.parse
             left: list[int] = []
             nbytes = 0
-            found = opened.cached.read_mapped(spans, self._mapped)
+            found = opened.cached.find_local(spans, self._kept)
             for number, (place, span, where) in enumerate(zip(group.places, spans, found, strict=True)):
                 if where is None:
                     left.append(number)
-                else:
-                    start, length = span
+                    continue
+                start, length = span
+                try:
                     samples[place] = parse(where[0], where[1], length, start)
+                except EntryLost:
+                    left.append(number)
+                else:
                     nbytes += length
             rest = _Group(opened, group.samples[left], [group.places[each] for each in left]) if left else None
             results.append((rest, nbytes))
@@ -244,7 +250,7 @@ class ShardsReader:
 
     def _drop_unused(self) -> None:
         self._timer = None
-        if self._mapped.drop_unused(UNUSED_S):
+        if self._kept.drop_unused(UNUSED_S):
             self._drop_later()
 
     # --- from the store
@@ -278,15 +284,15 @@ class ShardsReader:
         if edges is not None and self._is_odd(opened, edges, samples):
             return [await self._read_stepwise(opened, edges, each) for each in samples.tolist()]
 
-        def use(view: memoryview) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
+        def use(unpacked: Content) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
             found = edges
             if found is None:
                 assert mds is not None
-                found = mds.offsets(bytes(view[: mds.header_size]), url=shard.url)
-            if found[-1] > len(view):
+                found = mds.offsets(unpacked.read(0, mds.header_size), url=shard.url)
+            if found[-1] > unpacked.size:
                 raise ShardError("the index of its samples does not fit this shard", url=shard.url)
-            starts, stops = found[samples].tolist(), found[samples + 1].tolist()
-            return found, [(bytes(view[start:stop]), start) for start, stop in zip(starts, stops, strict=True)]
+            starts, lengths = found[samples].tolist(), (found[samples + 1] - found[samples]).tolist()
+            return found, [(unpacked.read(*each), each[0]) for each in zip(starts, lengths, strict=True)]
 
         name = FileName(f"{name_of(shard)}\0unpacked", opened.version)
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
@@ -395,7 +401,8 @@ class ShardsReader:
             raise changed_error(opened.pinned.path)
 
 
-def _parse_rows(view: memoryview, **options: Any) -> list[Sample]:
+def _parse_rows(decoded: Content, **options: Any) -> list[Sample]:
     from asyncloader.formats.arrow_chunk import parse_rows  # imports pyarrow
 
-    return parse_rows(view, **options)
+    with decoded.mapped() as view:
+        return parse_rows(view, **options)

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -226,7 +226,7 @@ def test_a_trace_of_the_last_seconds(open_page: Open, tmp_path: Path) -> None:
 
 
 @contextmanager
-def top_web(path: str | Path) -> Iterator[str]:
+def top_web(path: str | Path) -> Generator[str]:
     """Run `asyncloader top --web`. Gives the page's address; the command ends with the loader or node, or by Ctrl-C."""
     command = [sys.executable, "-m", "asyncloader", "top", "--web", str(path)]
     env = {**environment(), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
@@ -278,7 +278,7 @@ if __name__ == "__main__":
 
 
 @contextmanager
-def program(folder: Path, port: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def program(folder: Path, port: int) -> Generator[tuple[subprocess.Popen[str], str]]:
     """Run a program that serves its loader's page at this port. Gives the process, and the page's address."""
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, str(folder / "program.py"), str(port)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Asked:
 
 
 @contextmanager
-def watched(**options: Any) -> Iterator[DataLoader[Any]]:
+def watched(**options: Any) -> Generator[DataLoader[Any]]:
     with DataLoader[Any](Numbers(40), batch_size=4, seed=1, **options) as loader:
         loader.dashboard()
         yield loader

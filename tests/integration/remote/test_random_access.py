@@ -293,8 +293,8 @@ def test_from_a_cache_that_is_too_small(tmp_path: Path) -> None:
                     assert {len(sample["bin"]) for sample in samples} == {size}
                     kept = (tmp_path / "cache" / "asyncloader-cache-1").rglob("objects/*/*")
                     assert sum(path.stat().st_size for path in kept) <= limit
-                assert len(dataset._mapped)
-            assert not len(dataset._mapped)
+                assert len(dataset._open_files)
+            assert not len(dataset._open_files)
 
     run_async(run())
 
@@ -340,7 +340,7 @@ def test_files_of_a_read_that_fails(tmp_path: Path) -> None:
             await dataset[0]
             with pytest.raises(ShardError, match="no JSON"):
                 await dataset[1]
-            assert len(dataset._mapped) == 1
+            assert len(dataset._open_files) == 1
             reader = dataset._readers[asyncio.get_running_loop()].reader
             assert reader is not None
             assert reader._timer is not None

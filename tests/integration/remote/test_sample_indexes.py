@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import RemoteIterableDataset, RemoteMapDataset, index_shards
+from asyncloader import RemoteIterableDataset, RemoteMapDataset, index_shards, index_shards_sync, write_shards_sync
 from asyncloader.errors import ShardError
 from asyncloader.remote.random_access import host_files
 from asyncloader.transports import MemoryTransport, WriteFailed
@@ -68,6 +68,24 @@ def test_indexes_beside_the_shards(format: str, tmp_path: Path) -> None:
             ]
 
     run_async(run())
+
+
+@pytest.mark.parametrize("name", ["a-{shard}.tar", "a-{shard}.tar.gz", "a-{shard}.jsonl", "a-{shard}.tfrecord"])
+def test_indexes_of_a_writer(tmp_path: Path, name: str) -> None:
+    """Byte for byte those that are made by reading the shards; none of a shard that was overwritten is left."""
+    unit: str | bytes = "x" if "jsonl" in name else b"x"
+    field = "record" if "tfrecord" in name else "f"
+    samples = [{"__key__": f"k{number}", field: unit * number} for number in range(1, 30)]
+    write_shards_sync(samples, f"{tmp_path}/{name}", max_samples=8)
+    written = {path.name: path.read_bytes() for path in index_files(tmp_path)}
+    assert len(written) == 4
+    for path in index_files(tmp_path):
+        path.unlink()
+    assert index_shards_sync(f"{tmp_path}/") == 4
+    assert {path.name: path.read_bytes() for path in index_files(tmp_path)} == written
+    write_shards_sync(samples[:3], f"{tmp_path}/{name}", overwrite=True)
+    assert len(index_files(tmp_path)) == 1
+    assert len(RemoteMapDataset(f"{tmp_path}/")) == 3
 
 
 def test_indexes_are_found_without_reading_shards() -> None:

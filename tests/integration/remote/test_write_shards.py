@@ -426,7 +426,7 @@ async def test_an_existing_target_is_refused_or_overwritten() -> None:
     assert store._objects == before
     few = await write(list(samples_of("tar"))[:3], overwrite=True)
     assert len(few) == 1
-    assert store._objects.keys() == {"train-000.tar", "_train-index.tar.json"}
+    assert store._objects.keys() == {"train-000.tar", "_train-000.tar.samples", "_train-index.tar.json"}
     store.put("_train-index.tar.json", b"something else")
     with pytest.raises(FileExistsError, match="is no index of these shards"):
         await write()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cache_layout import MARKER, MARKER_NAME, ROOT_NAME, CacheFooter, charge, fill_name, hash_key
-from asyncloader.transports.cache_store import CacheStore, EntryLost
+from asyncloader.transports.cache_store import CacheStore
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.file_lock import try_lock
 from tests.unit.transports.cache_subject import DATA, begun, content, everything, file_of, held, opened, put
@@ -275,7 +276,7 @@ def test_a_flipped_bit_is_found_at_the_first_use(folder: Path, place: int, caplo
     assert held(store, "u") == held(opened(folder), "u") == DATA
     file.write_bytes(file.read_bytes().replace(DATA[:10], b"0123456789", 1))
     assert held(store, "u") != DATA
-    store._verified_in += 1  # as after a fork
+    store._verified._pid += 1  # as after a fork
     assert held(store, "u") is None
     assert counts.damaged == 2
 

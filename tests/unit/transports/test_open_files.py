@@ -1,4 +1,4 @@
-"""Files of the cache that are kept mapped: they are the same bytes, and take no room when they are evicted."""
+"""Files of the cache that are kept open: they are the same bytes, and take no room when they are evicted."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.transports import mapped_files
+from asyncloader.transports import open_files
+from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cache_layout import BLOCK_BYTES, hash_key
 from asyncloader.transports.cached_object import CachedObject
-from asyncloader.transports.mapped_files import MappedFiles
+from asyncloader.transports.open_files import OpenFiles
 from tests.unit.transports.cache_subject import DATA, file_of, opened, put
 from tests.unit.transports.cached_subject import Asked, around, files
 
@@ -23,17 +24,17 @@ LARGE = os.urandom(3 * BLOCK_BYTES + 777)
 RANGES = [(5, 100), (BLOCK_BYTES - 10, 20), (2 * BLOCK_BYTES, 9), (3 * BLOCK_BYTES + 700, 77), (7, 0)]
 
 
-def found_in(reader: CachedObject, kept: MappedFiles, ranges: list[tuple[int, int]]) -> list[bytes | None]:
-    found = reader.read_mapped(ranges, kept)
+def found_in(reader: CachedObject, kept: OpenFiles, ranges: list[tuple[int, int]]) -> list[bytes | None]:
+    found = reader.find_local(ranges, kept)
     pairs = zip(found, ranges, strict=True)
     return [None if each is None else each[0][each[1] : each[1] + length] for each, (_, length) in pairs]
 
 
-def mapped(kept: MappedFiles, folder: Path, url: str) -> bytes | None:
-    """The bytes of a file, which is opened if it is not mapped."""
+def read(kept: OpenFiles, folder: Path, url: str) -> bytes | None:
+    """The bytes of a file, which is opened if it is not open."""
     store = opened(folder)
     file = kept.find(url) or kept.open(url, partial(store.open, hash_key(url), "1"))
-    return None if file is None else file[: len(DATA)]
+    return None if file is None else file[0 : len(DATA)]
 
 
 def descriptors() -> int:
@@ -44,7 +45,7 @@ def descriptors() -> int:
 async def test_ranges(tmp_path: Path, whole: bool) -> None:
     """Those in blocks that were read, or in a whole copy; across blocks, too. None has been asked of the store."""
     store = Asked({"a": LARGE})
-    kept = MappedFiles()
+    kept = OpenFiles()
     async with around(store, tmp_path) as transport:
         reader = transport.pinned("a")
         assert isinstance(reader, CachedObject)
@@ -65,11 +66,11 @@ async def test_ranges(tmp_path: Path, whole: bool) -> None:
 
 def test_an_evicted_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is read at most a second longer; neither is a file that was replaced, or cut."""
-    monkeypatch.setattr(mapped_files, "_LOOKED_FOR_S", 0.0)
-    kept = MappedFiles()
+    monkeypatch.setattr(open_files, "_LOOKED_FOR_S", 0.0)
+    kept = OpenFiles()
     for url in ("a", "b", "c", "d"):
         put(opened(tmp_path), url)
-        assert mapped(kept, tmp_path, url) == DATA
+        assert read(kept, tmp_path, url) == DATA
     file_of(tmp_path, "a").unlink()
     assert kept.find("a") is None
     file_of(tmp_path, "b").unlink()
@@ -85,9 +86,9 @@ def test_an_evicted_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_files_that_are_not_read_are_dropped(tmp_path: Path) -> None:
     """Then their room on the disk is free, if they were evicted."""
-    kept = MappedFiles()
+    kept = OpenFiles()
     put(opened(tmp_path), "a")
-    assert mapped(kept, tmp_path, "a") == DATA
+    assert read(kept, tmp_path, "a") == DATA
     assert kept.drop_unused(1000.0)
     before = descriptors()
     assert not kept.drop_unused(0.0)
@@ -97,11 +98,11 @@ def test_files_that_are_not_read_are_dropped(tmp_path: Path) -> None:
 def test_their_number_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the descriptors that the process may have; those that were used last stay."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
-    kept = MappedFiles()
+    kept = OpenFiles()
     for number in range(30):
         put(opened(tmp_path), f"u{number}")
-        assert mapped(kept, tmp_path, f"u{number}") == DATA
-        assert mapped(kept, tmp_path, "u0") == DATA
+        assert read(kept, tmp_path, f"u{number}") == DATA
+        assert read(kept, tmp_path, "u0") == DATA
         assert len(kept) <= 10
     assert kept.find("u0") is not None
     assert kept.find("u29") is not None
@@ -109,18 +110,18 @@ def test_their_number_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_copies(tmp_path: Path) -> None:
     """Threads share the files, other processes have none."""
-    kept = MappedFiles()
+    kept = OpenFiles()
     put(opened(tmp_path), "a")
-    mapped(kept, tmp_path, "a")
+    read(kept, tmp_path, "a")
     holder: dict[str, Any] = {"files": kept}
     assert copy.deepcopy(holder)["files"] is kept
     assert len(pickle.loads(pickle.dumps(kept))) == 0
 
 
 async def test_a_damaged_file(tmp_path: Path) -> None:
-    """It is not mapped, but deleted, and read from the store again."""
+    """It is not open, but deleted, and read from the store again."""
     store = Asked({"a": LARGE[:1000]})
-    kept = MappedFiles()
+    kept = OpenFiles()
     async with around(store, tmp_path) as transport:
         await transport.read_range("a", 0, 10)
         (path,) = files(tmp_path)
@@ -133,17 +134,43 @@ async def test_a_damaged_file(tmp_path: Path) -> None:
             assert not path.exists()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("left", [0, 4096, BLOCK_BYTES - 5])
+async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, whole: bool, left: int) -> None:
+    """By another program: what is left of it is read, the rest comes from the store, and nobody is killed."""
+    kept = OpenFiles()
+    length = 100
+    async with around(Asked({"a": LARGE}), tmp_path) as transport:
+        reader = transport.pinned("a")
+        assert isinstance(reader, CachedObject)
+        await (transport.read("a") if whole else reader.read_ranges([(0, 1)]))
+        await reader.info()
+        ranges = [(0, length), (BLOCK_BYTES - length, length), (0, BLOCK_BYTES)]
+        assert None not in found_in(reader, kept, ranges)
+        (path,) = [each for each in files(tmp_path) if each.stat().st_size > BLOCK_BYTES]
+        os.truncate(path, left)
+        expected = [LARGE[start : start + size] if start + size <= left else None for start, size in ranges]
+        found = list[bytes | None]()
+        for (_, size), where in zip(ranges, reader.find_local(ranges, kept), strict=True):
+            try:
+                found.append(None if where is None else where[0][where[1] : where[1] + size])
+            except EntryLost:
+                found.append(None)
+        assert found == expected
+        assert list(await reader.read_ranges(ranges)) == [LARGE[start : start + size] for start, size in ranges]
+
+
 async def test_many_blocks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that a call reads have no more descriptors at a time than the files that are kept, and two."""
-    monkeypatch.setattr(mapped_files, "MOST_FILES", 4)
+    monkeypatch.setattr(open_files, "MOST_FILES", 4)
     count = 10
     ranges = [(number * BLOCK_BYTES, 5) for number in range(count)]
-    kept = MappedFiles()
+    kept = OpenFiles()
     async with around(Asked({"a": bytes(count * BLOCK_BYTES)}), tmp_path) as transport:
         reader = transport.pinned("a")
         assert isinstance(reader, CachedObject)
         await reader.read_ranges(ranges)
         before = descriptors()
-        for found in reader.read_mapped(ranges, kept):
+        for found in reader.find_local(ranges, kept):
             assert found is not None
             assert descriptors() <= before + 6

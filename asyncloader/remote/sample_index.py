@@ -1,6 +1,7 @@
 """The file that says where each sample of a shard begins and ends. Pure.
 
-Data path: indexing -> [index_file] -> the host's folder, or ``_a.tar.samples`` beside ``a.tar`` -> shard_reader.
+Data path: shard_writing or indexing -> [sample_index] -> ``_a.tar.samples`` beside ``a.tar``, or the host's folder ->
+shard_reader.
 
 Little-endian, and never trusted when it is read:
 

@@ -1,0 +1,166 @@
+"""Keeps files of the local cache open between reads, for a reader that needs parts of them again and again.
+
+Data path: cache_store: file -> [open_files] -> cached_object, in a thread -> dataset.
+
+To open a file of the cache, and to compare its name, version and checksum, takes as long as to copy some hundred KiB of
+it. A file never changes once it has its name, so a file that was compared once stays right.
+
+Files are read, and not mapped. A read costs a system call, which is about a microsecond, but it lets other threads run
+while the disk works; and of a file that another program has cut, or of a bad sector, it is an error, where a mapping
+would kill the process.
+
+A file that was evicted takes room on the disk until it is closed. So a file that is read is looked for once a second,
+which also keeps its time of last use, and `drop_unused` drops the others.
+
+Nothing is locked, so that a fork cannot inherit a locked lock: every change is one operation on a dictionary. A file
+that is dropped is closed when the last reader has let go of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Self
+
+from asyncloader.transports.cache_entry import CacheEntry, EntryLost
+from asyncloader.transports.cache_store import USE_AGE_NS
+
+if sys.platform != "win32":
+    import resource
+
+MOST_FILES = 256
+"""Files that are open at a time; at most a quarter of the descriptors that the process may have."""
+
+_LOOKED_FOR_S = 1.0
+
+
+class OpenFile:
+    """A file of the cache. Its slices are bytes, which are read when they are asked for, in any thread.
+
+    Args:
+        entry: the file, which is closed when this object is garbage.
+        now: the time, as in `time.monotonic`.
+    """
+
+    __slots__ = ("_descriptor", "looked", "path", "status", "used")
+
+    def __init__(self, entry: CacheEntry, now: float) -> None:
+        self.path = entry.path
+        self.status = os.fstat(entry.descriptor)
+        self.looked = self.used = now
+        self._descriptor = entry.detach()
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Read from ``part.start`` to ``part.stop``. There is no step, and neither is left out. Raises the error of
+        `read`.
+        """
+        return self.read(part.start, part.stop - part.start)
+
+    def read(self, start: int, length: int) -> bytes:
+        """Read exactly `length` bytes from byte `start` on.
+
+        Raises:
+            EntryLost: the disk failed, or the file was cut.
+        """
+        try:
+            data = os.pread(self._descriptor, length, start)
+            while len(data) < length:  # one system call returns at most 2 GiB
+                more = os.pread(self._descriptor, length - len(data), start + len(data))
+                if not more:
+                    raise EntryLost(f"{self.path} was cut while it was open")
+                data += more
+        except OSError as error:
+            raise EntryLost(f"reading {self.path} failed: {error}") from error
+        return data
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # `__init__` failed
+            os.close(self._descriptor)
+
+
+class OpenFiles:
+    """Files of a cache directory. Several threads may use it. Pickles as an empty one; a deep copy is the same object,
+    because descriptors are the process's.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Hashable, OpenFile] = {}
+        self._most = _most()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def find(self, name: Hashable) -> OpenFile | None:
+        """Return a file; None if it is not open, or was evicted. Behind its bytes lies its footer."""
+        file = self._files.get(name)
+        if file is None:
+            return None
+        file.used = now = time.monotonic()
+        if now - file.looked >= _LOOKED_FOR_S:
+            if not _is_there(file):
+                self.drop(name)
+                return None
+            file.looked = now
+        return file
+
+    def open(self, name: Hashable, opener: Callable[[], CacheEntry | None]) -> OpenFile | None:
+        """Keep the file that `opener` opens, and return it; None if it opens none.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        entry = opener()
+        if entry is None:
+            return None
+        try:
+            file = OpenFile(entry, time.monotonic())
+        finally:
+            entry.close()
+        if len(self._files) >= self._most:
+            kept = sorted(self._files.copy().items(), key=lambda each: each[1].used)
+            for oldest, _ in kept[: len(kept) // 4 + 1]:
+                self._files.pop(oldest, None)
+        self._files[name] = file
+        return file
+
+    def drop(self, name: Hashable) -> None:
+        """Keep a file no longer: it is lost, or was evicted."""
+        self._files.pop(name, None)
+
+    def drop_unused(self, seconds: float) -> bool:
+        """Drop the files that were not read for this time. Return whether any are left."""
+        since = time.monotonic() - seconds
+        for name, file in self._files.copy().items():
+            if file.used <= since:
+                self._files.pop(name, None)
+        return bool(self._files)
+
+
+def _most() -> int:
+    if sys.platform == "win32":
+        return MOST_FILES
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST_FILES if soft == resource.RLIM_INFINITY else max(1, min(MOST_FILES, soft // 4))
+
+
+def _is_there(file: OpenFile) -> bool:
+    """Return whether the name is still that of the file, and the file whole; keep its time of last use."""
+    try:
+        status = os.lstat(file.path)
+    except OSError:
+        return False
+    if not os.path.samestat(status, file.status) or status.st_size != file.status.st_size:
+        return False
+    if not 0 <= time.time_ns() - status.st_mtime_ns < USE_AGE_NS:
+        with suppress(OSError):  # the directory is read-only
+            os.utime(file.path, follow_symlinks=False)
+    return True
