@@ -62,7 +62,8 @@ def test_all_read_one_version(path: str, tmp_path: Path) -> None:
 )
 def test_what_does_not_exist(path: str, options: dict[str, Any], said: str) -> None:
     """Said when the length is asked for."""
-    table = LanceTable(**({"uri": path} | options))
+    arguments: dict[str, Any] = {"uri": path, **options}
+    table = LanceTable(**arguments)
     with pytest.raises(ReadFailed, match=said):
         len(table)
 
