@@ -1,1 +1,1 @@
-"""Measures a loader, and searches the setting with which it is fastest: the command `asyncloader bench`."""
+"""Measures a loader and searches for its fastest setting: the command `asyncloader bench`."""

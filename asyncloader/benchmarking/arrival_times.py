@@ -1,9 +1,9 @@
-"""Computes a loader's rate from the times at which its batches came, and says when there are enough. Pure: no clock.
+"""Computes a loader's rate from its batches' arrival times, and decides when a run has enough batches. Pure: no clock.
 
 Data path: times -> [arrival_times] -> measuring.
 
-The first batches are not counted: they come while workers start, or were made meanwhile. Where an epoch is shorter than
-the run, whole epochs behind the first are counted, with their starts.
+The first batches are not counted, because the workers may have prepared them before the first was taken. If an epoch is
+shorter than the run, the rate is that of the whole epochs after the first, including the start of each.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from __future__ import annotations
 from typing import NamedTuple
 
 _LEAST_BATCHES = 8
-_LONGEST = 6  # windows, after which fewer batches must do
-_MOST_GAPS = 300  # for the picture of a run
+_LONGEST = 6  # windows after which fewer than the least number of batches suffice
+_MOST_GAPS = 300  # that the chart of a run shows
 
 
 class Rate(NamedTuple):
-    """A measured rate.
+    """The measured rate of a run.
 
     Attributes:
-        rate: batches per second; 0: too few came.
-        batches: that were counted.
-        seconds: in which these came.
-        first_s: seconds from the beginning to the first batch.
-        epochs: whole epochs that were counted; 0: a part of one epoch.
-        gaps: seconds between the first of the counted batches.
+        rate: batches per second; 0 if too few batches came.
+        batches: number of batches that were counted.
+        seconds: time in which the counted batches came.
+        first_s: seconds from the beginning of the run to its first batch.
+        epochs: number of whole epochs that were counted; 0 if a part of a single epoch was.
+        gaps: seconds between successive batches, at most the first 300 of the counted part.
     """
 
     rate: float
@@ -36,13 +36,13 @@ class Rate(NamedTuple):
 
 
 class ArrivalTimes:
-    """The batches of one run.
+    """Collects the arrival times of a run's batches.
 
     Args:
-        began: when the run began.
+        began: time at which the run began.
         window: seconds to measure.
-        ahead: batches that may be ready when the first is taken.
-        workers: that make batches, which may finish at the same time.
+        ahead: number of batches that may be ready when the first is taken; they are not counted.
+        workers: number of workers, whose batches may arrive at the same time.
     """
 
     def __init__(self, began: float, window: float, ahead: int, workers: int) -> None:
@@ -50,13 +50,13 @@ class ArrivalTimes:
         self._together = max(1, workers)
         self._least = max(_LEAST_BATCHES, 2 * workers)
         self._stamps: list[float] = []
-        self._ends: list[tuple[int, float]] = []  # of epochs: the number of batches until then, and when
+        self._ends: list[tuple[int, float]] = []  # of each epoch: the number of batches so far, the time
 
     def came(self, now: float) -> bool:
-        """Take a batch into account. Returns whether there are enough."""
+        """Record the arrival of a batch. Returns whether the run has enough batches."""
         self._stamps.append(now)
         if self._ends:
-            return False  # whole epochs are counted
+            return False  # a run of several epochs ends at the end of an epoch
         first, passed = self._skipped, now - self._stamps[0]
         counted = len(self._stamps) - 1 - first
         if counted >= self._least and now - self._stamps[first] >= self._window:
@@ -66,15 +66,15 @@ class ArrivalTimes:
         )
 
     def ended(self, now: float) -> bool:
-        """Take the end of an epoch into account. Returns whether there are enough batches, or no more come."""
+        """Record the end of an epoch. Returns whether the run has enough batches, or the epoch had no batch."""
         before = self._ends[-1][0] if self._ends else 0
         self._ends.append((len(self._stamps), now))
         if len(self._stamps) == before:
-            return True  # it cannot be read again
+            return True  # an exhausted generator, for example, gives nothing more
         return len(self._ends) > 1 and now - self._ends[0][1] >= self._window
 
     def result(self) -> Rate | None:
-        """Return the rate; None if no batch came."""
+        """Compute the rate. Returns None if no batch came."""
         stamps, ends = self._stamps, self._ends
         if not stamps:
             return None

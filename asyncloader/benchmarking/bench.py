@@ -1,11 +1,11 @@
-"""Measures a loader, searches a faster setting, and measures that again beside the user's own and torch's.
+"""Measures a loader, searches for a faster setting, and compares that setting with the user's loader and torch's.
 
 Data path: target -> [bench: interpreter, search_settings, comparison] -> findings, a report. User code runs in child
 processes only.
 
-The settings are searched in single short runs, of which the best is partly the luckiest. So no figure of the search is
-given as a gain: the chosen setting is measured again, in rounds in which each loader has a run, and the user's loader
-two. What these two differ by is noise.
+The search measures each setting in a few short runs, and the fastest of them is partly the luckiest. So no figure of
+the search is reported as a gain: the chosen setting is measured again in rounds. Each round runs every loader once and
+the user's loader twice; the difference between the user's two runs is noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from asyncloader.benchmarking import words
 from asyncloader.benchmarking.comparison import LEAST_ROUNDS, compare, judge
 from asyncloader.benchmarking.html_report import as_html
 from asyncloader.benchmarking.outcome import Compared, Contender, MeasuredRun, Outcome, Phase
-from asyncloader.benchmarking.search_settings import Setting, best_of, predicted, variants
+from asyncloader.benchmarking.search_settings import Setting, apply_predictions, choose_best, propose_variants
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification.interpreter import Interpreter, ServerEnded
@@ -30,29 +30,29 @@ from asyncloader.verification.verify import import_problem
 SERVER = "asyncloader.benchmarking.server"
 
 _MOST_S = 86_400
-_LEAST_CAP_S = 60.0  # for a run of the user's loader: a busy machine takes its time
-_OTHERS_CAP = 20.0, 10  # for runs of others: at least so many seconds, and so many times as long as the user's took
-_WINDOWS = 60  # of a run's length in the whole time
-_SHORTEST_S, _LONGEST_S = 0.05, 2.0  # of a run's counted part
-_SEARCHING = 0.5  # the share of the time until which settings are searched
-_FINALISTS, _FINALS = 3, 2  # settings that are measured again before one is chosen, and how often
-_ALWAYS = 4  # settings that are tried even when the time is up
-_WAITS = 0.6  # the share of computing below which samples rather wait
+_LEAST_CAP_S = 60.0  # for a run of the user's loader, which may be slow on a busy machine
+_OTHERS_CAP = 20.0, 10  # for runs of other loaders: the least seconds, and the multiple of the user's run
+_WINDOWS = 60  # into which the whole time is divided; a run measures about one window
+_SHORTEST_S, _LONGEST_S = 0.05, 2.0  # bounds of a window
+_SEARCHING = 0.5  # the share of the time that the search may use
+_FINALISTS, _FINALS = 3, 2  # settings that are measured again before the choice, and the number of repetitions
+_ALWAYS = 4  # loaders that are measured even when the time is up
+_WAITS = 0.6  # the share of computing below which samples count as waiting
 
 
 def bench(target: str, *, seconds: float = 60.0, html: Path | None = None) -> Iterator[Finding]:
-    """Yield the findings; the last one is the answer.
+    """Benchmark a loader, and yield the findings; the last finding is the answer.
 
     Args:
-        target: ``"module:make_loader"`` or ``"file.py:make_loader"``: a function without arguments that returns a
-            loader, torch's or asyncloader's. It may be async.
-        seconds: no run is begun after these, but for the rounds of comparison that are always made.
-        html: a file to which a report is written.
+        target: ``"module:make_loader"`` or ``"file.py:make_loader"``, which names a function without arguments that
+            returns a loader of torch or asyncloader. The function may be async.
+        seconds: time after which no run begins, except in the three rounds of comparison that are always made.
+        html: path of the file to which the report is written.
 
     Raises:
-        ValueError: the function does not exist, it makes no loader, or `seconds` is not above 0, or is more than a day.
+        ValueError: the function does not exist or makes no loader, or `seconds` is not above 0, or exceeds a day.
         OSError: the file cannot be written.
-        UnsupportedPlatform: processes cannot be forked here.
+        UnsupportedPlatform: the platform cannot fork processes.
     """
     if not 0 < seconds <= _MOST_S:
         raise ValueError(f"seconds should be above 0 and at most {_MOST_S} (a day), but got {seconds!r}")
@@ -61,7 +61,7 @@ def bench(target: str, *, seconds: float = 60.0, html: Path | None = None) -> It
 
         raise UnsupportedPlatform(f"asyncloader bench forks the processes of its runs, which {sys.platform} cannot do")
     if html is not None:
-        html.open("a").close()  # before a minute of measuring
+        html.open("a").close()  # fail now, not after a minute of measuring
     with Interpreter(target, None, SERVER) as interpreter:
         benchmark = Benchmark(interpreter, seconds)
         findings: list[Finding] = []
@@ -73,10 +73,10 @@ def bench(target: str, *, seconds: float = 60.0, html: Path | None = None) -> It
 
 
 class Benchmark:
-    """One benchmark.
+    """Runs the benchmark of a loader.
 
     Attributes:
-        known: all that was measured so far; None: nothing yet.
+        known: the measurements so far; None until the loader's options are known.
     """
 
     def __init__(self, interpreter: Interpreter, seconds: float) -> None:
@@ -88,23 +88,24 @@ class Benchmark:
 
     @property
     def outcome(self) -> Outcome:
-        """What was measured, once the loader is known."""
+        """Return the measurements; the loader's options must be known."""
         assert self.known is not None
         return self.known
 
     def findings(self) -> Iterator[Finding]:
-        """Yield the findings."""
+        """Run the benchmark, and yield the findings."""
         problem = import_problem(self._interpreter, self._cap)
         if problem is not None:
             yield problem
             return
         self._began = time.monotonic()
         try:
-            yield from self._benchmarked()
+            yield from self._run_benchmark()
         except ServerEnded as error:
-            yield Finding("process", "problem", str(error), "the module's code ended its process, or holds it up")
+            yield Finding("process", "problem", str(error), "the module's code ended its process, or blocks it")
 
-    def _benchmarked(self) -> Iterator[Finding]:
+    def _run_benchmark(self) -> Iterator[Finding]:
+        """Measure the loader, search for a setting, compare, and yield the findings."""
         facts = self._ask({"do": "look"})
         problem = verdict.broken("make_loader", facts, "making the loader")
         if problem is not None:
@@ -117,32 +118,34 @@ class Benchmark:
             base = base._replace(workers=found.get("workers", base.workers)).normal()
         self.known = outcome = Outcome(facts, base, Contender("given", base))
         yield words.loader(outcome)
-        problem = self._first()
+        problem = self._measure_given()
         if problem is not None:
             yield problem
             return
-        outcome.best = self._searched()
-        others = self._others(outcome.best)
-        yield from self._rounds(others)
+        outcome.best = self._search()
+        opponents = self._select_opponents(outcome.best)
+        yield from self._compare(opponents)
 
     # --------------------------------------------------------------------------------------------- single runs
 
     def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+        """Have a job carried out in a forked process, and return its result."""
         answer = self._interpreter.ask(job, self._cap)
         if "refused" in answer:
             raise ValueError(answer["refused"])
         return answer
 
-    def _spent(self, share: float) -> bool:
+    def _has_used(self, share: float) -> bool:
+        """Return whether the benchmark has used more than a share of its time."""
         return time.monotonic() - self._began > share * self._seconds
 
-    def _ours(self, setting: Setting) -> Contender:
-        """asyncloader's loader with a setting; the user's own, if that is the same."""
+    def _asyncloader_with(self, setting: Setting) -> Contender:
+        """Return asyncloader's loader with a setting, or the user's loader if that is identical."""
         given = self.outcome.given
         return given if self.outcome.facts["ours"] and setting == given.setting else Contender("asyncloader", setting)
 
     def _run(self, contender: Contender, phase: Phase) -> dict[str, Any]:
-        """Measure a loader once, and note the rate."""
+        """Measure a loader once, and record the run."""
         outcome = self.outcome
         changes = contender.setting.change_from(outcome.base)
         if outcome.facts["auto"]:
@@ -150,30 +153,30 @@ class Benchmark:
         found = self._ask({"do": "measure", "loader": contender.kind, "changes": changes, "window": self._window})
         problem = verdict.broken("rate", found, "reading the loader")
         rate = found.get("rate", 0.0)
-        error = problem.text if problem is not None else "" if rate else "it gave less than two batches"
+        error = problem.text if problem is not None else "" if rate else "it delivered fewer than two batches"
         outcome.runs.append(
             MeasuredRun(contender, phase, rate, found.get("batches", 0), found.get("seconds", 0.0), error)
         )
         return found
 
-    def _problem(self, found: dict[str, Any]) -> Finding | None:
-        """Why the last run of a loader has no rate."""
+    def _explain_failure(self, found: dict[str, Any]) -> Finding | None:
+        """Say why the last run has no rate. Returns None if it has a rate."""
         name = self.outcome.name(self.outcome.runs[-1].contender)
         problem = verdict.broken("rate", found, f"reading the loader, {name},")
         if problem is not None or found["rate"]:
             return problem
-        text = f"{name}: {self.outcome.runs[-1].error}, of which no rate follows"
-        return Finding("rate", "problem", text, "give it a dataset with more samples, or more --seconds")
+        text = f"{name}: {self.outcome.runs[-1].error}, too few to compute a rate"
+        return Finding("rate", "problem", text, "use a dataset with more samples, or give more --seconds")
 
-    def _first(self) -> Finding | None:
-        """Measure the user's loader, and ours with its options. Returns why it cannot be measured."""
+    def _measure_given(self) -> Finding | None:
+        """Measure the user's loader twice, and asyncloader's with the same options. Returns the problem, if any."""
         outcome = self.outcome
-        own = self._ours(outcome.base)
+        own = self._asyncloader_with(outcome.base)
         began = time.monotonic()
         for contender in (outcome.given, outcome.given, *([own] if own != outcome.given else [])):
             began = time.monotonic()
             found = self._run(contender, "first")
-            problem = self._problem(found)
+            problem = self._explain_failure(found)
             if problem is not None:
                 return problem
             outcome.result = found
@@ -183,66 +186,69 @@ class Benchmark:
 
     # -------------------------------------------------------------------------------------------------- search
 
-    def _searched(self) -> Contender:
-        """Search the best setting for asyncloader's loader."""
+    def _search(self) -> Contender:
+        """Search for the best setting of asyncloader's loader."""
         outcome, facts = self.outcome, self.outcome.facts
-        own = self._ours(outcome.base)
-        self._try(predicted(outcome.base, outcome.result["candidates"]))
-        best = self._best()
-        self._try(variants(best.setting, facts, waits=outcome.result["computing"] < _WAITS))
+        own = self._asyncloader_with(outcome.base)
+        self._try(apply_predictions(outcome.base, outcome.result["candidates"]))
+        best = self._choose_best()
+        self._try(propose_variants(best.setting, facts, waits=outcome.result["computing"] < _WAITS))
         for _ in range(_FINALS):
-            for contender in sorted(self._rated(), key=lambda each: -outcome.rate(each))[:_FINALISTS]:
-                if not self._spent(_SEARCHING) and contender != own:
+            for contender in sorted(self._rate_settings(), key=lambda each: -outcome.rate(each))[:_FINALISTS]:
+                if not self._has_used(_SEARCHING) and contender != own:
                     self._run(contender, "search")
-            if not self._spent(_SEARCHING):
+            if not self._has_used(_SEARCHING):
                 self._run(own, "search")
-        return self._best()
+        return self._choose_best()
 
     def _try(self, settings: Sequence[Setting]) -> None:
+        """Measure the settings that have no run yet, until the time of the search is up."""
         known = {each.contender for each in self.outcome.runs}
         for number, setting in enumerate(settings):
-            if self._spent(_SEARCHING) and len(known) > _ALWAYS:
+            if self._has_used(_SEARCHING) and len(known) > _ALWAYS:
                 self.outcome.left_out += len(settings) - number
                 return
-            contender = self._ours(setting)
+            contender = self._asyncloader_with(setting)
             if contender not in known:
                 known.add(contender)
                 self._run(contender, "search")
 
-    def _rated(self) -> dict[Contender, float]:
-        """The settings of asyncloader's loader that have a rate."""
+    def _rate_settings(self) -> dict[Contender, float]:
+        """Return the rate of each measured setting of asyncloader's loader."""
         found = {each.contender for each in self.outcome.runs if each.rate > 0}
-        ours = {self._ours(each.setting) for each in found if each.kind == "asyncloader" or self.outcome.facts["ours"]}
+        given_is_ours = self.outcome.facts["ours"]
+        ours = {self._asyncloader_with(each.setting) for each in found if each.kind == "asyncloader" or given_is_ours}
         return {each: self.outcome.rate(each) for each in ours}
 
-    def _best(self) -> Contender:
-        rates = {each.setting: rate for each, rate in self._rated().items()}
-        return self._ours(best_of(rates, self.outcome.base, self.outcome.facts))
+    def _choose_best(self) -> Contender:
+        """Choose the best of the settings measured so far."""
+        rates = {each.setting: rate for each, rate in self._rate_settings().items()}
+        return self._asyncloader_with(choose_best(rates, self.outcome.base, self.outcome.facts))
 
     # ------------------------------------------------------------------------------------------------- compare
 
-    def _others(self, best: Contender) -> list[Contender]:
-        """The loaders that are compared with the user's: the best setting, and the other package's loader."""
+    def _select_opponents(self, best: Contender) -> list[Contender]:
+        """Return the loaders to compare with the user's: the best setting, and the other package's loader."""
         outcome = self.outcome
-        others = [best] if best != outcome.given else []
+        opponents = [best] if best != outcome.given else []
         if not outcome.facts["ours"]:
-            return list(dict.fromkeys([*others, self._ours(outcome.base)]))
+            return list(dict.fromkeys([*opponents, self._asyncloader_with(outcome.base)]))
         if not outcome.facts["not_torch"]:
-            others.append(Contender("torch", outcome.base._replace(threads=False, concurrency=0)))
-        return others
+            opponents.append(Contender("torch", outcome.base._replace(threads=False, concurrency=0)))
+        return opponents
 
-    def _rounds(self, others: list[Contender]) -> Iterator[Finding]:
-        """Measure in rounds, and yield what they show."""
+    def _compare(self, opponents: list[Contender]) -> Iterator[Finding]:
+        """Measure the loaders in rounds, and yield the findings of the comparison."""
         outcome, given = self.outcome, self.outcome.given
-        turns: list[tuple[Contender, list[float]]] = [(each, []) for each in (given, given, *others)]
+        turns: list[tuple[Contender, list[float]]] = [(each, []) for each in (given, given, *opponents)]
         rounds, longest = 0, 0.0
-        while rounds < LEAST_ROUNDS or not self._spent(1.0 - longest / self._seconds):
+        while rounds < LEAST_ROUNDS or not self._has_used(1.0 - longest / self._seconds):
             began = time.monotonic()
-            # Each round begins with another loader, so that none has the same place in all of them.
+            # Each round begins with a different loader, so that no loader has the same place in all rounds.
             for place in range(len(turns)):
                 contender, rates = turns[(rounds + place) % len(turns)]
                 found = self._run(contender, "rounds")
-                problem = self._problem(found)
+                problem = self._explain_failure(found)
                 if problem is None:
                     rates.append(found["rate"])
                 elif contender == given:
@@ -257,10 +263,10 @@ class Benchmark:
             if contender not in failed:
                 ratio = compare(rates, both)
                 outcome.compared.append(Compared(contender, ratio, judge(ratio, outcome.control)))
-        yield from words.measured(outcome)
-        yield from self._answer(failed)
+        yield from words.describe(outcome)
+        yield from self._report_comparison(failed)
 
-    def _answer(self, failed: Sequence[Contender]) -> Iterator[Finding]:
+    def _report_comparison(self, failed: Sequence[Contender]) -> Iterator[Finding]:
         """Yield the comparison with the other package's loader, and the answer."""
         outcome = self.outcome
         chosen = next((each for each in outcome.compared if each.contender == outcome.best), None)

@@ -1,6 +1,6 @@
 """Draws charts as SVG text: rows of points on a common scale, and a line.
 
-Data path: figures -> [charts] -> html_report. Colours are those of the page's style, by its variables.
+Data path: figures -> [charts] -> html_report. The CSS variables of the page give the colours.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Row(NamedTuple):
     """A row of a chart.
 
     Attributes:
-        label: at its left.
-        values: points on the scale.
-        span: a line from one value to another; None: a bar from 0 to the points' median.
-        text: at its right.
-        marked: whether it stands out.
+        label: text at the left of the row.
+        values: values drawn as points.
+        span: ends of a line that is drawn; if None, a bar reaches from 0 to the values' median.
+        text: text at the right of the row.
+        marked: whether the row is highlighted.
     """
 
     label: str
@@ -34,13 +34,13 @@ class Row(NamedTuple):
 
 
 def rows(given: Sequence[Row], title: str, unit: str, line: float | None = None) -> str:
-    """Draw rows on a common scale from 0 on, or, if all have spans, from the least value on.
+    """Draw rows on a common scale, which begins at 0, or, if all rows have spans, at the least value.
 
     Args:
-        given: the rows, from top to bottom; each has a point at least.
-        title: for readers who do not see it.
-        unit: below the scale.
-        line: a value that is marked from top to bottom.
+        given: rows from top to bottom; each has at least one value.
+        title: description of the chart for screen readers.
+        unit: unit that is written below the scale.
+        line: value at which a vertical line is drawn.
     """
     numbers: list[float] = [value for each in given for value in (*each.values, *(each.span or ()))]
     numbers += [line] if line is not None else []
@@ -78,7 +78,7 @@ def rows(given: Sequence[Row], title: str, unit: str, line: float | None = None)
 
 
 def line(values: Sequence[float], title: str, unit: str) -> str:
-    """Draw values one after the other; at least two."""
+    """Draw at least two values as a line, in their order."""
     height, high = 120.0, max(*values, 1e-12)
     step = (_WIDTH - 2) / (len(values) - 1)
     points = " ".join(

@@ -1,10 +1,10 @@
-"""Compares the rates of two loaders that were measured in turns, and says what the figures can show. Pure.
+"""Compares the rates of two loaders that were measured in turns, and judges whether the difference is real. Pure.
 
 Data path: rates of rounds -> [comparison] -> bench, words.
 
-Each round measures all loaders once, so what makes the machine slower for a while slows all of them, and the ratio
-within a round stays. The mean of the ratios' logarithms has a confidence interval of Student's. One loader is measured
-twice in each round: what these two differ by is noise (an A/A comparison), and a gain must exceed it.
+Each round measures all loaders, so a machine that is slower for a while slows all of them, and the ratio within a round
+stays. The mean of the ratios' logarithms has a confidence interval of Student's t-distribution. Each round measures the
+user's loader twice: the difference between these two runs is noise (an A/A comparison), and a gain must exceed it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Judgement = Literal["faster", "slower", "same", "unsure"]
 
 
 class RateRatio(NamedTuple):
-    """How many times as fast a loader is as another one.
+    """The ratio of two loaders' rates.
 
     Attributes:
-        ratio: the geometric mean of the rounds.
-        low: the true ratio is above this with a confidence of 95 %.
-        high: and below this with a confidence of 95 %.
-        rounds: their number.
+        ratio: geometric mean of the rounds' ratios.
+        low: lower bound of the true ratio, with a confidence of 95 %.
+        high: upper bound of the true ratio, with a confidence of 95 %.
+        rounds: number of rounds.
     """
 
     ratio: float
@@ -37,16 +37,16 @@ class RateRatio(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """Of an A/A comparison: the part by which two equal loaders may seem to differ."""
+        """Return the part by which two equal loaders may seem to differ; for an A/A comparison."""
         return max(self.high, 1 / self.low) - 1
 
 
 def compare(rates: Sequence[float], others: Sequence[float]) -> RateRatio:
-    """Compare rates with those of another loader in the same rounds.
+    """Compare a loader's rates with another loader's in the same rounds.
 
     Args:
-        rates: in batches per second, one for each round; at least two.
-        others: of the other loader.
+        rates: batches per second in each round, of at least two rounds.
+        others: batches per second of the other loader in the same rounds.
     """
     logs = [log(rate / other) for rate, other in zip(rates, others, strict=True)]
     mean = sum(logs) / len(logs)
@@ -56,11 +56,11 @@ def compare(rates: Sequence[float], others: Sequence[float]) -> RateRatio:
 
 
 def judge(found: RateRatio, control: RateRatio) -> Judgement:
-    """Say what a comparison shows.
+    """Judge whether a loader is faster than another, slower, as fast, or whether the rounds cannot show it.
 
     Args:
-        found: of two loaders.
-        control: the A/A comparison of the same rounds.
+        found: comparison of the two loaders.
+        control: A/A comparison of the same rounds.
     """
     needed = 1 + max(WORTH, control.noise)
     if found.low > 1 and found.ratio > needed:
@@ -73,5 +73,5 @@ def judge(found: RateRatio, control: RateRatio) -> Judgement:
 
 
 def is_no_slower(found: RateRatio) -> bool:
-    """Whether a loss of `WORTH` or more is ruled out."""
+    """Return whether a loss of `WORTH` or more is ruled out."""
     return found.low > 1 / (1 + WORTH)

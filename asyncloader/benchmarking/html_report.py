@@ -1,5 +1,5 @@
-"""Writes a benchmark as one HTML page: the findings, charts and all runs, with nothing from elsewhere. Pure but for the
-style, which is that of the loaders' page.
+"""Formats a benchmark as a self-contained HTML page of findings, charts and all runs. Pure but for the style, which
+comes from the loaders' page.
 
 Data path: outcome, findings -> [html_report: charts] -> a file.
 """
@@ -32,12 +32,12 @@ td.good { color: var(--good); } td.bad { color: var(--bad); } td.words { white-s
 
 
 def as_html(target: str, outcome: Outcome | None, findings: Sequence[Finding]) -> str:
-    """Return the page.
+    """Format a benchmark as a page.
 
     Args:
-        target: the user's function.
-        outcome: of the benchmark; None: it ended before the loader was known.
-        findings: about it; the last one is the answer.
+        target: name of the user's function.
+        outcome: measurements of the benchmark; None if it ended before the loader's options were known.
+        findings: findings of the benchmark; the last finding is the answer.
     """
     answer = findings[-1]
     head = f"<h1>{_text(target)}</h1><p>asyncloader bench, version {escape(__version__)}</p>"
@@ -66,7 +66,7 @@ def _charts(outcome: Outcome) -> Iterable[str]:
     if found:
         found.sort(key=lambda each: -max(each.values))
         note = (
-            "Single short runs, to choose by. The best of them is partly the luckiest, so it is measured again below."
+            "Single short runs, to choose a setting. The fastest is partly the luckiest, so it is measured again below."
         )
         yield _section("Search", rows(found[:_MOST_ROWS], "Batches per second by setting", "batches/s") + _note(note))
     compared = [outcome.given, *(each.contender for each in outcome.compared)]
@@ -82,7 +82,10 @@ def _charts(outcome: Outcome) -> Iterable[str]:
             Row(name, [found.ratio], (found.low, found.high), f"{found.ratio:.2f}", marked)
             for name, found, marked in pairs
         ]
-        note = "Each end of a line is passed with a probability of 5 %. A gain counts if it exceeds the noise, and 5 %."
+        note = (
+            "The true ratio lies beyond each end of a line with a probability of 5 %. "
+            "A gain must exceed the noise, and 5 %."
+        )
         yield _section(
             "How many times as fast as yours", rows(ratios, "Ratios of rates", "times", line=1.0) + _note(note)
         )
@@ -92,11 +95,11 @@ def _charts(outcome: Outcome) -> Iterable[str]:
         if name in STAGES
     ]
     if stages:
-        note = "Of asyncloader's loader with your options: means. Stages of several workers run at the same time."
+        note = "Means of asyncloader's loader with your options. Stages of several workers run at the same time."
         yield _section("Stages", rows(stages, "Milliseconds by stage", "ms") + _note(note))
     gaps = [each * 1e3 for each in outcome.result.get("gaps", ())]
     if len(gaps) > 1:
-        note = "From one batch to the next, in the order of the batches. Even is good: high points are waits."
+        note = "From each batch to the next, in the order of the batches. An even line is good; high points are waits."
         yield _section("Time between batches", line(gaps, "Milliseconds between batches", "ms") + _note(note))
 
 

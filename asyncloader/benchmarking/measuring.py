@@ -1,8 +1,8 @@
-"""Reads a loader as fast as it delivers, and returns its rate, its times of stages and the verdict on the run.
+"""Reads a loader as fast as it delivers, and returns its rate, its stages' times and the verdict on the run.
 
-Data path: job -> [measuring: making -> loader] -> the process that compares. In a process of its own.
+Data path: job -> [measuring: making -> loader] -> the process that compares. Each job runs in a process of its own.
 
-The consumer takes a batch, drops it, and takes the next one.
+The consumer takes batches and drops them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 
 def look(make: Callable[[], Any]) -> dict[str, Any]:
-    """Return the facts about the user's loader."""
+    """Describe the user's loader in plain values."""
     loader = made(make, 0)
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
     auto = isinstance(vars(loader)["num_workers"], AutoWorkers)
@@ -52,7 +52,7 @@ def look(make: Callable[[], Any]) -> dict[str, Any]:
         "assigned": assigns_shards(loader.dataset),
         "batch_size": size if isinstance(size, int) else None,
         "batches": _length(loader),
-        "not_torch": _not_torch(loader),
+        "not_torch": _explain_not_torch(loader),
     }
 
 
@@ -63,8 +63,8 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def _not_torch(loader: torch.utils.data.DataLoader[Any]) -> str:
-    """Why torch's DataLoader cannot do the same; empty: it can."""
+def _explain_not_torch(loader: torch.utils.data.DataLoader[Any]) -> str:
+    """Say why torch's DataLoader cannot replace the loader. Returns an empty string if it can."""
     if not isinstance(loader, LoaderSpec):
         return ""
     options = loader._asyncloader_options
@@ -86,8 +86,8 @@ def _not_torch(loader: torch.utils.data.DataLoader[Any]) -> str:
 # ---------------------------------------------------------------------------------------------------- the loaders
 
 
-def _loader_of(make: Callable[[], Any], job: Job) -> torch.utils.data.DataLoader[Any]:
-    """Make the loader of a job: the user's own, asyncloader's or torch's with its options and the job's changes."""
+def _make_loader(make: Callable[[], Any], job: Job) -> torch.utils.data.DataLoader[Any]:
+    """Make the loader of a job: the user's, asyncloader's or torch's, with the user's options and the job's changes."""
     loader, changes = made(make, 0), job["changes"]
     if job["loader"] == "torch":
         given = constructor_arguments(loader, changes)
@@ -96,12 +96,13 @@ def _loader_of(make: Callable[[], Any], job: Job) -> torch.utils.data.DataLoader
         return loader.clone(**changes) if changes else loader
     if job["loader"] == "given" and not changes and not isinstance(loader, LoaderSpec):
         return loader
-    # Of torch's loader, or of an async one, which is read by a sync one.
+    # An async loader, too, is read by a sync loader with its options.
     return made_from(loader, DataLoader, changes)
 
 
 @contextmanager
-def _closed(loader: Any) -> Generator[None]:
+def _close_after(loader: Any) -> Generator[None]:
+    """Close asyncloader's loader when the block ends."""
     if isinstance(loader, DataLoader):
         with closing(loader):
             yield
@@ -111,24 +112,24 @@ def _closed(loader: Any) -> Generator[None]:
 
 # ------------------------------------------------------------------------------------------------------ measuring
 
-_LONGER = 1000  # times that an epoch is taken to be as long as a run that ends within it
+_LONGER = 1000  # the assumed length of an epoch, in lengths of a run that ends within it
 
 
 def measure(make: Callable[[], Any], job: Job, note: Callable[[str], None]) -> dict[str, Any]:
-    """Carry out a job, and return its result: plain values.
+    """Carry out a job, and return its result in plain values.
 
     Args:
         make: the user's function.
-        job: ``loader``: "given", "asyncloader" or "torch"; ``changes``: arguments that replace the user's; ``window``:
-            seconds to measure.
-        note: gets in words how far the run is.
+        job: values by name. ``loader`` is "given", "asyncloader" or "torch"; ``changes`` has the arguments that replace
+            the user's; ``window`` is the number of seconds to measure.
+        note: function that receives the progress of the run in words.
     """
     note("the loader was being made")
-    loader = _loader_of(make, job)
+    loader = _make_loader(make, job)
     try:
-        with _closed(loader):
+        with _close_after(loader):
             note("the first batch was being made")
-            times = ArrivalTimes(perf_counter(), job["window"], *_ahead(loader))
+            times = ArrivalTimes(perf_counter(), job["window"], *_count_ready(loader))
             for number in _read(loader, times):
                 if number < 100 or not number % 100:  # a batch may take microseconds
                     note(f"batch {number} was being made")
@@ -137,18 +138,18 @@ def measure(make: Callable[[], Any], job: Job, note: Callable[[str], None]) -> d
             if rate is not None:
                 result |= rate._asdict()
                 if isinstance(loader, DataLoader) and rate.rate:
-                    result |= _judged(loader, rate)
+                    result |= _explain_rate(loader, rate)
     except Exception as error:
         return {"error": described(error)}
     return result
 
 
-def _judged(loader: DataLoader[Any], rate: Rate) -> dict[str, Any]:
-    """What the loader's own figures say of the run."""
+def _explain_rate(loader: DataLoader[Any], rate: Rate) -> dict[str, Any]:
+    """Explain the rate of a run by the loader's own figures: the bound, the stages, better settings."""
     statistics = loader._asyncloader_state.statistics
     run = run_of(EpochConfig.of(loader), statistics)
     if not rate.epochs:
-        run = run.longer(_LONGER)  # an epoch is longer than this run, whose workers start once all the same
+        run = run.longer(_LONGER)  # the workers start once in an epoch, of which this run read only a part
     found = diagnose(run)
     stages = {stage: stage_times(run.merged, stage) for stage in STAGES}
     return {
@@ -161,8 +162,8 @@ def _judged(loader: DataLoader[Any], rate: Rate) -> dict[str, Any]:
     }
 
 
-def _ahead(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int]:
-    """The batches that may be ready when the first is taken, and the number of workers."""
+def _count_ready(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int]:
+    """Return the number of batches that may be ready when the first is taken, and the number of workers."""
     workers = number_of(loader.num_workers)
     if not isinstance(loader, LoaderSpec):
         return workers * (loader.prefetch_factor or 0), workers
@@ -170,7 +171,7 @@ def _ahead(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int]:
 
 
 def _read(loader: torch.utils.data.DataLoader[Any], times: ArrivalTimes) -> Iterator[int]:
-    """Read batches until there are enough. Yields the number of the next one."""
+    """Read batches until the run has enough. Yields the number of batches so far."""
     number = 0
     while True:
         for _ in loader:

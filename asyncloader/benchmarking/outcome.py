@@ -1,4 +1,4 @@
-"""Holds what a benchmark has measured: runs, comparisons, and the loader's own figures.
+"""Holds the measurements of a benchmark: runs, comparisons, and the loader's own figures.
 
 Data path: bench -> [outcome] -> words, html_report.
 """
@@ -21,8 +21,8 @@ class Contender(NamedTuple):
     """A loader that is measured.
 
     Attributes:
-        kind: "given": the user's own; else a loader of that package with the user's options.
-        setting: with these options changed.
+        kind: "given" for the user's loader; else the package whose loader is made with the user's options.
+        setting: setting of the loader.
     """
 
     kind: Kind
@@ -30,15 +30,15 @@ class Contender(NamedTuple):
 
 
 class MeasuredRun(NamedTuple):
-    """One run of a loader.
+    """A run of a loader.
 
     Attributes:
-        contender: the loader.
-        phase: "first": to know the loader; "search": to choose a setting; "rounds": to compare.
-        rate: batches per second; 0: too few batches came.
-        batches: that were counted.
-        seconds: in which these came.
-        error: why there is no rate, in words.
+        contender: loader that was run.
+        phase: part of the benchmark: the "first" runs, the "search" for a setting, or the "rounds" of comparison.
+        rate: batches per second; 0 if the run failed or too few batches came.
+        batches: number of batches that were counted.
+        seconds: time in which the counted batches came.
+        error: reason in words if the run has no rate; else empty.
     """
 
     contender: Contender
@@ -53,9 +53,9 @@ class Compared(NamedTuple):
     """A comparison with the user's loader.
 
     Attributes:
-        contender: the loader that was compared.
-        found: how many times as fast it is.
-        judgement: what that shows.
+        contender: loader that was compared.
+        found: ratio of its rate to the user's.
+        judgement: whether the ratio shows a difference.
     """
 
     contender: Contender
@@ -65,18 +65,19 @@ class Compared(NamedTuple):
 
 @dataclass
 class Outcome:
-    """All that was measured.
+    """The measurements of a benchmark.
 
     Attributes:
-        facts: about the user's loader.
-        base: its setting.
-        given: itself.
-        runs: in the order in which they were made.
-        result: of the last run of asyncloader's loader with the user's options: stages, verdict.
-        best: the loader that the search chose.
-        left_out: settings for which there was no time.
-        control: the user's loader compared with itself.
-        compared: others compared with it.
+        facts: description of the user's loader.
+        base: setting of the user's loader.
+        given: the user's loader.
+        runs: runs in the order in which they were made.
+        result: stages, verdict and rate of the last of the first runs, in which asyncloader's loader has the user's
+            options.
+        best: loader that the search chose.
+        left_out: number of settings that were not measured for lack of time.
+        control: comparison of the user's loader with itself.
+        compared: comparisons of other loaders with the user's.
     """
 
     facts: Mapping[str, Any]
@@ -90,18 +91,18 @@ class Outcome:
     compared: list[Compared] = field(default_factory=list)
 
     def rates(self, contender: Contender, *phases: Phase) -> list[float]:
-        """The rates of a loader's runs, in these phases."""
+        """Return the rates of a loader's runs in these phases."""
         return [
             each.rate for each in self.runs if each.contender == contender and each.phase in phases and each.rate > 0
         ]
 
     def rate(self, contender: Contender) -> float:
-        """The median rate of a loader in the last phase in which it was measured; 0: it was not."""
+        """Return the median rate of a loader: of its rounds, else of its earlier runs, else 0."""
         rates = self.rates(contender, "rounds") or self.rates(contender, "first", "search")
         return median(rates) if rates else 0.0
 
     def name(self, contender: Contender) -> str:
-        """Call a loader by its class and setting."""
+        """Name a loader by its class and setting."""
         if contender == self.given:
             return f"yours ({contender.setting})"
         kind: Sequence[str] = ("torch's DataLoader",) if contender.kind == "torch" else ()

@@ -1,9 +1,10 @@
-"""Says which settings of a loader are measured, in which order. Pure.
+"""Chooses the settings of a loader to measure, and the best of the measured settings. Pure.
 
 Data path: facts about a loader -> [search_settings] -> bench.
 
-What a model predicts (numbers of workers, samples in flight) comes in the order of the prediction, `predicted`; what
-none predicts (threads, prefetching) is tried upon the best of those, `variants`.
+First come the changes that a model predicts to be faster (numbers of workers, samples in flight), in the order of the
+prediction: `apply_predictions`. Then come changes of the best of these settings that no model predicts (threads,
+prefetching): `propose_variants`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ _FETCH_THREADS = 16
 
 
 class Setting(NamedTuple):
-    """The options that are searched.
+    """The options that the search varies.
 
     Attributes:
-        workers: `num_workers`.
-        threads: whether they are threads.
-        prefetch: `prefetch_factor`; without workers it says nothing.
-        concurrency: of samples; 0: the loader's default.
-        persistent: `persistent_workers`.
+        workers: value of `num_workers`.
+        threads: whether the workers are threads.
+        prefetch: value of `prefetch_factor`, which has no effect without workers.
+        concurrency: number of samples in flight; 0 for the loader's default.
+        persistent: value of `persistent_workers`.
     """
 
     workers: int
@@ -37,23 +38,23 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Self:
-        """Return the setting that a loader has."""
+        """Return the setting of a loader with these facts."""
         prefetch = facts["prefetch"] or _DEFAULT_PREFETCH
         return cls(facts["workers"], facts["threads"], prefetch, facts["concurrency"] or 0, facts["persistent"])
 
     def with_change(self, change: Mapping[str, Any]) -> Self:
-        """Return the setting with options changed, by the names of the loader's arguments."""
+        """Return the setting with changes that are given as arguments of the loader."""
         names = {"num_workers": "workers", "persistent_workers": "persistent", "concurrency": "concurrency"}
         return self._replace(**{names[name]: value for name, value in change.items()}).normal()
 
     def normal(self) -> Self:
-        """Return the setting without options that say nothing."""
+        """Return the setting with the options that have no effect at their defaults."""
         if self.workers:
             return self
         return self._replace(threads=False, prefetch=_DEFAULT_PREFETCH, persistent=False)
 
     def change_from(self, other: Setting) -> dict[str, Any]:
-        """Return the loader's arguments that make this setting of another one."""
+        """Return the loader's arguments that turn another setting into this setting."""
         change: dict[str, Any] = {}
         if self.workers != other.workers:
             change["num_workers"] = self.workers
@@ -69,7 +70,7 @@ class Setting(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int, int]:
-        """What the setting takes of the machine: of two that are as fast, the lesser is better."""
+        """Return the resources that the setting uses; the cheaper of two equally fast settings is better."""
         return self.workers, self.concurrency, self.workers * self.prefetch
 
     def __str__(self) -> str:
@@ -81,8 +82,8 @@ class Setting(NamedTuple):
         return ", ".join(parts)
 
 
-def predicted(base: Setting, changes: Iterable[Mapping[str, Any]]) -> list[Setting]:
-    """Return the settings that a model's changes make, in its order, without those that are the same."""
+def apply_predictions(base: Setting, changes: Iterable[Mapping[str, Any]]) -> list[Setting]:
+    """Apply a model's changes to a setting. Returns the distinct new settings in the model's order."""
     found: dict[Setting, None] = {}
     for change in changes:
         setting = base.with_change(change)
@@ -91,20 +92,20 @@ def predicted(base: Setting, changes: Iterable[Mapping[str, Any]]) -> list[Setti
     return list(found)
 
 
-def variants(best: Setting, facts: Mapping[str, Any], *, waits: bool) -> list[Setting]:
-    """Return the settings that no model predicts, upon the best of the predicted.
+def propose_variants(best: Setting, facts: Mapping[str, Any], *, waits: bool) -> list[Setting]:
+    """Propose changes of the best predicted setting that no model predicts.
 
     Args:
-        best: that setting.
-        facts: about the loader.
-        waits: whether its samples rather wait than compute.
+        best: the best predicted setting.
+        facts: description of the loader.
+        waits: whether the loader's samples mostly wait, rather than compute.
     """
     found: list[Setting] = []
     indexed = not facts["iterable"] and not facts["stateful"]
     if indexed and best.workers and not facts["context"]:
         found.append(best._replace(threads=not best.threads))
     if indexed and waits and not facts["asynchronous"] and not best.concurrency:
-        # A thread for each sample in flight, in this process or in each worker.
+        # Each sample in flight has a thread, in this process or in each worker.
         found += [Setting(0, concurrency=_FETCH_THREADS), best._replace(concurrency=_FETCH_THREADS)]
     if best.workers:
         found += [best._replace(prefetch=number) for number in _PREFETCHES if number != best.prefetch]
@@ -112,20 +113,21 @@ def variants(best: Setting, facts: Mapping[str, Any], *, waits: bool) -> list[Se
 
 
 def needs_thread_safety(setting: Setting, base: Setting, facts: Mapping[str, Any]) -> bool:
-    """Whether the setting, unlike the base, calls a blocking dataset from several threads."""
+    """Return whether the setting, unlike the base, calls a blocking dataset from several threads."""
     if facts["asynchronous"]:
         return False
     return (setting.threads and not base.threads) or (setting.concurrency > 1 and base.concurrency <= 1)
 
 
-def best_of(rates: Mapping[Setting, float], base: Setting, facts: Mapping[str, Any]) -> Setting:
-    """Return the best setting: of those that are about as fast as the fastest, the cheapest; one that asks nothing new
-    of the dataset goes before one that does.
+def choose_best(rates: Mapping[Setting, float], base: Setting, facts: Mapping[str, Any]) -> Setting:
+    """Choose the cheapest of the settings that are about as fast as the fastest.
+
+    A setting that needs a thread-safe dataset, unlike the base, is chosen only if all other settings are slower.
 
     Args:
-        rates: of each, in batches per second; at least one.
+        rates: batches per second of each setting, of at least one.
         base: the loader's own setting.
-        facts: about the loader.
+        facts: description of the loader.
     """
     least = max(rates.values()) / (1 + WORTH)
 

@@ -1,4 +1,4 @@
-"""A process that imports the user's module once and measures each loader in a fork of itself.
+"""Imports the user's module once, and measures each loader in a fork of this process.
 
 Data path: jobs as lines of JSON -> [server: fork -> measuring] -> results as lines of JSON.
 """
@@ -18,8 +18,8 @@ from asyncloader.verification.server import serve
 
 def main(fd: int, target: str) -> None:
     """Serve jobs over a socket until it is closed."""
-    # A fork cannot use the threads that torch has started for computations, and waits for them without an end. So the
-    # module's import computes in one thread, and each fork has the number that there would be without this.
+    # A fork cannot use the threads that torch has started for computations, and would wait for them forever. So torch
+    # computes in a single thread while the module is imported, and each fork restores the number of threads.
     of_torch: Any = torch
     set_threads, wanted = torch.set_num_threads, [torch.get_num_threads()]
     set_threads(1)

@@ -1,4 +1,4 @@
-"""Says in words what a benchmark has measured, and how sure that is.
+"""Describes the measurements of a benchmark in words, and their certainty.
 
 Data path: outcome -> [words] -> findings.
 """
@@ -15,14 +15,14 @@ from asyncloader.benchmarking.search_settings import needs_thread_safety
 from asyncloader.commands.findings import Finding
 from asyncloader.telemetry.worker_tuning import WORTH
 
-_NOISY = 0.2  # the part from which a machine is called busy
-_COLD = 0.67  # the part of the later rate below which a first run is mentioned
+_NOISY = 0.2  # the noise from which a machine is called busy
+_COLD = 0.67  # the share of the later runs' rate below which the first run is mentioned
 STAGES = ("sampler", "fetch", "decode", "collate", "write", "transfer", "order", "pin", "h2d")
-"""The stages in which a batch is made and delivered, in their order."""
+"""The stages in which a batch is made and delivered, in order."""
 
 
 def loader(outcome: Outcome) -> Finding:
-    """The loader that is measured."""
+    """Describe the loader that is measured."""
     facts = outcome.facts
     kind = "iterable" if facts["iterable"] else "map"
     text = f"{facts['class']}, {kind} dataset, {outcome.given.setting}"
@@ -36,7 +36,7 @@ def loader(outcome: Outcome) -> Finding:
 
 
 def rate(outcome: Outcome) -> Finding:
-    """How fast it is."""
+    """Describe the rate of the user's loader."""
     rates = outcome.rates(outcome.given, "rounds")
     counted = [each for each in outcome.runs if each.contender == outcome.given and each.phase == "rounds"]
     middle, (low, _, high) = median(rates), quantiles(rates, n=4)
@@ -49,7 +49,7 @@ def rate(outcome: Outcome) -> Finding:
 
 
 def stages(outcome: Outcome) -> Finding | None:
-    """Where a batch's time goes."""
+    """Describe the time that a batch spends in each stage, if asyncloader's loader was measured."""
     found = {name: outcome.result["stages"][name] for name in STAGES if name in outcome.result.get("stages", {})}
     if not found:
         return None
@@ -62,7 +62,7 @@ def stages(outcome: Outcome) -> Finding | None:
 
 
 def verdict(outcome: Outcome) -> Finding | None:
-    """What bounds it."""
+    """Describe the bottleneck, if asyncloader's loader was measured."""
     if "verdict" not in outcome.result:
         return None
     text = f"{outcome.result['verdict']} (The consumer does nothing but take batches.)"
@@ -70,27 +70,27 @@ def verdict(outcome: Outcome) -> Finding | None:
 
 
 def first_run(outcome: Outcome) -> Finding | None:
-    """Whether later runs found in a cache what the first one had to read."""
+    """Describe a first run that was slower than the later runs, which read from caches; None if it was not."""
     first = next(each for each in outcome.runs if each.contender == outcome.given)
     later = outcome.rate(outcome.given)
     if not first.rate or first.rate > _COLD * later:
         return None
-    text = f"had {first.rate / later:.0%} of the later runs' rate: these read the same samples, now from caches"
-    advice = "expect the first run's rate of data that no cache has yet"
+    text = f"had {first.rate / later:.0%} of the later runs' rate: the later runs read the same samples from caches"
+    advice = "expect the first run's rate for data that is not in a cache yet"
     return Finding("first run", "note", text, advice, {"batches_per_sec": first.rate})
 
 
 def noise(control: RateRatio) -> Finding:
-    """How far a loader seems to differ from itself."""
+    """Describe the difference that a loader seems to have from itself."""
     figures = {**control._asdict(), "noise": control.noise}
     text = f"your loader against itself, in {control.rounds} rounds: differences below {control.noise:.1%} are noise"
     if control.noise < _NOISY:
         return Finding("noise", "ok", text, figures=figures)
-    return Finding("noise", "note", text, "stop what else runs on this machine, or give more --seconds", figures)
+    return Finding("noise", "note", text, "stop other programs on this machine, or give more --seconds", figures)
 
 
 def search(outcome: Outcome) -> Finding:
-    """Which settings were measured."""
+    """Describe the settings that were measured."""
     runs = [each for each in outcome.runs if each.contender.kind != "torch" and each.phase != "rounds"]
     tried = dict.fromkeys(each.contender for each in runs if each.phase == "search")
     rated = sorted(((outcome.rate(each), each) for each in tried), key=lambda each: -each[0])
@@ -103,12 +103,12 @@ def search(outcome: Outcome) -> Finding:
     figures = {str(each.setting): it for it, each in rated}
     if not outcome.left_out:
         return Finding("search", "ok", text, figures=figures)
-    text += f"; there was no time for {outcome.left_out} more"
+    text += f"; no time was left for {outcome.left_out} more"
     return Finding("search", "note", text, "give more --seconds", figures)
 
 
 def same_options(outcome: Outcome, compared: Compared) -> Finding:
-    """The other package's loader with the user's options."""
+    """Describe the speed of the other package's loader with the user's options."""
     state: Any = "note" if compared.judgement == ("faster" if outcome.facts["ours"] else "slower") else "ok"
     return Finding(
         "same options", state, f"{outcome.name(compared.contender)}: {_ratio(outcome, compared)}",
@@ -117,17 +117,22 @@ def same_options(outcome: Outcome, compared: Compared) -> Finding:
 
 
 def not_torch(why: str) -> Finding:
-    """Why there is no comparison with torch."""
+    """Say why torch's DataLoader was not compared."""
     return Finding("same options", "note", f"torch's DataLoader was not measured: {why}")
 
 
 def setting(outcome: Outcome, compared: Compared | None) -> Finding:
-    """The answer: which setting to use. `compared`: of the chosen one; None: the user's own is chosen."""
+    """Recommend a setting.
+
+    Args:
+        outcome: measurements of the benchmark.
+        compared: comparison of the chosen setting; None if the user's own setting is chosen.
+    """
     if compared is None:
         others = len({each.contender for each in outcome.runs if each.phase == "search"} - {outcome.given})
         if not others:
             return Finding("setting", "note", "yours; no other setting was measured")
-        return Finding("setting", "ok", f"yours: none of {others} others was more than {WORTH:.0%} faster")
+        return Finding("setting", "ok", f"yours: none of {others} other settings was more than {WORTH:.0%} faster")
     name, figures = outcome.name(compared.contender), _figures(outcome, compared)
     text = f"{name}: {_ratio(outcome, compared)}"
     if compared.judgement == "faster":
@@ -137,7 +142,7 @@ def setting(outcome: Outcome, compared: Compared | None) -> Finding:
         return Finding("setting", "note", f"{text}, and it uses less", _advice(outcome, compared), figures)
     if compared.judgement == "unsure":
         return Finding("setting", "note", f"{text}: no gain is sure", "give more --seconds", figures)
-    return Finding("setting", "ok", f"yours; the best of the others was not faster: {text}", figures=figures)
+    return Finding("setting", "ok", f"yours; the best other setting was not faster: {text}", figures=figures)
 
 
 def _advice(outcome: Outcome, compared: Compared) -> str:
@@ -152,7 +157,7 @@ def _advice(outcome: Outcome, compared: Compared) -> str:
     if needs_thread_safety(chosen, outcome.base, outcome.facts):
         cautions.append("the dataset must be safe to call from several threads")
     if "num_workers" in change and outcome.facts["assigned"] and outcome.facts["iterable"]:
-        cautions.append("the order of the samples is another one")
+        cautions.append("the samples come in another order")
     return "; ".join([advice, *cautions])
 
 
@@ -181,8 +186,8 @@ def _figures(outcome: Outcome, compared: Compared) -> dict[str, Any]:
     }
 
 
-def measured(outcome: Outcome) -> Iterator[Finding]:
-    """All findings about a benchmark that has ended, but for the answer."""
+def describe(outcome: Outcome) -> Iterator[Finding]:
+    """Yield the findings on the user's loader, the noise and the search; all but the comparisons and the answer."""
     assert outcome.control is not None
     found = [rate(outcome), stages(outcome), verdict(outcome), first_run(outcome), noise(outcome.control)]
     yield from (each for each in found if each is not None)

@@ -1,4 +1,4 @@
-"""Loaders to be benchmarked, whose best setting is known; `make` makes the one that a file names."""
+"""Loaders whose best setting is known; `make` makes the loader whose function's name a file contains."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WAIT_S = 0.02
 
 
 class Waiting(Dataset[torch.Tensor]):
-    """Each sample waits for so long that two workers are twice as fast, however busy the machine is."""
+    """Samples that wait long enough for two workers to be twice as fast, even on a busy machine."""
 
     def __init__(self, samples: int = 100_000) -> None:
         self.samples = samples
@@ -35,7 +35,7 @@ class Waiting(Dataset[torch.Tensor]):
 
 
 class ForOneThread(Waiting):
-    """It raises in other threads than a process's first."""
+    """Samples that can be read only in a process's main thread."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if threading.current_thread() is not threading.main_thread():
@@ -45,7 +45,7 @@ class ForOneThread(Waiting):
 
 class Failing(Waiting):
     def __getitem__(self, index: int) -> torch.Tensor:
-        raise ValueError(f"sample {index} is damaged")  # the line that is named
+        raise ValueError(f"sample {index} is damaged")  # the line that the finding names
 
 
 class Awaited(Waiting):

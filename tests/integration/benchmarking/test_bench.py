@@ -1,6 +1,6 @@
-"""`asyncloader bench`: a faster setting is found and is faster, noise is none, and nothing is measured that cannot be.
+"""`asyncloader bench` finds faster settings, leaves out loaders that fail, and reports errors.
 
-An interpreter imports torch, for seconds, so the tests share one.
+The tests share an interpreter, because the import of torch takes seconds.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ pytestmark = pytest.mark.timeout(200)
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Benchmarks a loader of `loaders`. Returns the benchmark, and its findings by their names."""
+    """Give a function that benchmarks a loader of `loaders`, and returns the benchmark and its findings by name."""
     choice = tmp_path_factory.mktemp("bench") / "choice"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BENCH_CHOICE", str(choice))
         with Interpreter(f"{loaders.__file__}:make", None, SERVER) as interpreter:
 
-            def bench_one(name: str, seconds: float) -> tuple[Benchmark, dict[str, Finding]]:
+            def run_bench(name: str, seconds: float) -> tuple[Benchmark, dict[str, Finding]]:
                 choice.write_text(name)
                 made = Benchmark(interpreter, seconds)
                 return made, {each.name: each for each in made.findings()}
 
-            yield bench_one
+            yield run_bench
 
 
 @pytest.mark.thorough
 def test_a_faster_setting_is_found(benched: Bench) -> None:
-    """Samples that wait are read by more workers, or threads; the gain is that of runs made after the choice."""
+    """For samples that wait, more workers or threads are found; the gain comes from the runs after the choice."""
     made, found = benched("waiting", 1.0)
     answer = found["setting"]
     assert answer.state == "problem", found
@@ -58,7 +58,7 @@ def test_a_faster_setting_is_found(benched: Bench) -> None:
 
 @pytest.mark.thorough
 def test_torchs_loader(benched: Bench) -> None:
-    """Its setting is searched for ours, which is compared with it."""
+    """The search varies asyncloader's loader, which is compared with the user's loader of torch."""
     _, found = benched("torchs", 2.0)
     assert found["loader"].text.startswith("torch.DataLoader, map dataset, num_workers=1")
     assert found["setting"].state == "problem"
@@ -67,9 +67,10 @@ def test_torchs_loader(benched: Bench) -> None:
 
 
 @pytest.mark.thorough
-def test_what_fails_is_not_chosen(benched: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads, of a dataset that refuses them; the search names the error."""
-    monkeypatch.setattr(bench_module, "predicted", lambda *_: [])  # numbers of workers, which are tried before
+def test_a_failing_setting_is_not_chosen(benched: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dataset that refuses threads is read without them, and the finding on the search names the error."""
+    # No numbers of workers, which are measured before threads and may use up the time.
+    monkeypatch.setattr(bench_module, "apply_predictions", lambda *_: [])
     made, found = benched("one_thread", 1.0)
     chosen = made.outcome.best
     assert chosen is not None
@@ -80,8 +81,8 @@ def test_what_fails_is_not_chosen(benched: Bench, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.thorough
-def test_what_torch_cannot_read(benched: Bench) -> None:
-    """An async dataset is not measured by it; more samples in flight are found."""
+def test_an_async_dataset(benched: Bench) -> None:
+    """Torch's loader, which cannot read it, is not measured; more samples in flight are found to be faster."""
     _, found = benched("awaited", 2.0)
     assert "AsyncDataLoader" in found["loader"].text
     assert found["same options"].text == "torch's DataLoader was not measured: the dataset's methods are async"
@@ -90,14 +91,14 @@ def test_what_torch_cannot_read(benched: Bench) -> None:
 
 @pytest.mark.thorough
 def test_a_stream_keeps_its_workers(benched: Bench) -> None:
-    """Other numbers would give other samples."""
+    """The search tries no other number of workers, which would change the samples."""
     made, _ = benched("stream", 0.1)
     assert {each.contender.setting.workers for each in made.outcome.runs} == {2}
 
 
 @pytest.mark.thorough
 def test_short_epochs_are_measured_with_their_starts(benched: Bench) -> None:
-    """So persistent workers, of which a long epoch shows nothing, are found."""
+    """The gain of persistent workers, which shows only at an epoch's start, is found."""
     made, found = benched("short", 6.0)
     assert made.outcome.result["epochs"] >= 1
     assert found["setting"].state == "problem", found
@@ -106,7 +107,7 @@ def test_short_epochs_are_measured_with_their_starts(benched: Bench) -> None:
 
 @pytest.mark.thorough
 def test_a_number_that_the_loader_chooses(benched: Bench) -> None:
-    """Is found out first, and then measured as any other."""
+    """A run finds the number first; the loader is then measured like any other."""
     made, found = benched("automatic", 4.0)
     assert 'num_workers="auto" has chosen' in found["loader"].text
     assert made.outcome.given.setting.workers >= 1
@@ -114,9 +115,10 @@ def test_a_number_that_the_loader_chooses(benched: Bench) -> None:
 
 
 def test_a_loader_that_fails(benched: Bench) -> None:
-    """Is named by its line, and nothing else is tried."""
+    """The finding names the line that raised, and no other loader is measured."""
     made, found = benched("failing", 2.0)
-    line = next(n for n, text in enumerate(Path(loaders.__file__).read_text().splitlines(), 1) if "is named" in text)
+    lines = Path(loaders.__file__).read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "finding names" in text)
     assert list(found) == ["loader", "rate"]
     assert (found["rate"].state, found["rate"].figures["line"]) == ("problem", line)
     assert "sample 0 is damaged" in found["rate"].text or "sample 1 is damaged" in found["rate"].text
@@ -124,15 +126,15 @@ def test_a_loader_that_fails(benched: Bench) -> None:
 
 
 def test_a_loader_without_batches(benched: Bench) -> None:
-    """Has no rate, and is not waited for."""
+    """The benchmark ends without a rate, and does not wait for batches."""
     _, found = benched("empty", 2.0)
     assert found["rate"].state == "problem"
-    assert "less than two batches" in found["rate"].text
+    assert "fewer than two batches" in found["rate"].text
 
 
 @pytest.mark.thorough
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """It exits with 1 if there is a faster setting, prints JSON, and writes the report."""
+    """The command exits with 1 if a setting is faster, prints JSON, and writes the report."""
     page = tmp_path / "report.html"
     assert main(["bench", f"{loaders.__file__}:waiting", "--seconds", "1", "--json", "--html", str(page)]) == 1
     said: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -142,13 +144,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 1e12])
-def test_seconds_that_are_no_time(seconds: float) -> None:
-    """Are refused before anything is started."""
+def test_unusable_seconds(seconds: float) -> None:
+    """A time that is not above 0, or above a day, is refused before a process starts."""
     with pytest.raises(ValueError, match="seconds should be above 0 and at most 86400"):
         next(bench("nowhere:make", seconds=seconds))
 
 
 def test_a_report_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Is known before anything is measured."""
+    """The error comes before any run."""
     assert main(["bench", "nowhere:make", "--html", str(tmp_path / "no" / "report.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Outcomes of benchmarks, for tests of their words and pictures."""
+"""Makes outcomes of benchmarks, for tests of their words and charts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CONTROL = RateRatio(1.0, 0.98, 1.02, 5)
 
 
 def outcome(best: Setting, found: RateRatio, judgement: Judgement, **facts: Any) -> tuple[Outcome, Compared]:
-    """A benchmark of a loader with 2 workers, 40 batches/s; the best setting has as many times that as `found` says."""
+    """Make the outcome for a loader with 2 workers, 40 batches/s, and a setting that is `found.ratio` times as fast."""
     facts = {**FACTS, **facts}
     base = Setting(2)
     given = Contender("given", base)

@@ -11,7 +11,7 @@ from asyncloader.benchmarking.charts import Row, line, rows
 
 @pytest.mark.parametrize("values", [[0.0, 0.0], [1e-9, 5.0], [3.0, 3.0]])
 def test_values_of_any_size(values: list[float]) -> None:
-    """All alike, all zero, far apart: each chart can be read, and has no number that is none."""
+    """Equal values, zeros and values far apart make well-formed charts without NaN."""
     spans = [Row("a", [each], (each, each)) for each in values]
     for text in (rows([Row("a", values)], "t", "s"), rows(spans, "t", "s", line=1.0), line(values, "t", "s")):
         ET.fromstring(text)

@@ -1,4 +1,4 @@
-"""The report is one well-formed page with nothing from elsewhere, and shows what was measured."""
+"""The report is a self-contained, well-formed page of the measurements."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from tests.unit.benchmarking.outcomes import outcome
 
 def page() -> str:
     made, compared = outcome(Setting(8), RateRatio(2.5, 2.4, 2.6, 5), "faster")
-    return as_html("pipeline:make_loader", made, [*words.measured(made), words.setting(made, compared)])
+    return as_html("pipeline:make_loader", made, [*words.describe(made), words.setting(made, compared)])
 
 
 def test_charts_are_whole() -> None:
-    """Each is SVG that a parser reads, says its title to those who do not see it, and draws no text over the edge."""
+    """Each chart is well-formed SVG, has a title for screen readers, and places everything within its edges."""
     charts = re.findall(r"<svg.*?</svg>", page(), re.DOTALL)
     assert len(charts) == 5
     for text in charts:
@@ -32,7 +32,7 @@ def test_charts_are_whole() -> None:
 
 
 def test_points_are_at_their_values() -> None:
-    """The bar of the faster setting is as many times as long as it is fast, and each run has a point."""
+    """The bar of a setting that is 2.5 times as fast is 2.5 times as long, and each run has a point."""
     search, again, ratios, *_ = [ET.fromstring(each) for each in re.findall(r"<svg.*?</svg>", page(), re.DOTALL)]
     bars = [float(each.get("width", 0)) for each in again.iter("rect")]
     assert 2.49 < bars[1] / bars[0] < 2.51
@@ -44,7 +44,7 @@ def test_points_are_at_their_values() -> None:
 
 
 def test_nothing_comes_from_elsewhere() -> None:
-    """No address, script or unescaped text is in the page, whose policy forbids them besides."""
+    """The page has no address, script or unescaped text, and its policy forbids loading any."""
     text = page()
     assert not re.findall(r"https?:|src=|href=|<script|@import|url\(|<b>|\x1b", text)
     assert "default-src 'none'" in text
@@ -52,7 +52,7 @@ def test_nothing_comes_from_elsewhere() -> None:
 
 
 def test_a_benchmark_that_failed() -> None:
-    """Has a page, too: with what was measured until then."""
+    """A benchmark that ended early has a page of the measurements so far."""
     problem = Finding("rate", "problem", "reading the loader raised ValueError")
     assert "raised ValueError" in as_html("pipeline:make_loader", None, [problem])
     made, _ = outcome(Setting(8), RateRatio(2.5, 2.4, 2.6, 5), "faster")
@@ -62,7 +62,7 @@ def test_a_benchmark_that_failed() -> None:
 
 
 def test_the_answer_comes_first() -> None:
-    """Then the findings, each with its mark."""
+    """The answer comes before the findings, each of which has a mark."""
     text = page()
     assert text.index("2.50 times as fast as yours") < text.index("<h2>Findings</h2>")
     assert 'class="bad">to be mended' in text

@@ -1,4 +1,4 @@
-"""What a benchmark's findings claim is what was measured, and how sure it is."""
+"""The findings of a benchmark claim no more than its measurements show."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ UNSURE = RateRatio(1.2, 0.9, 1.6, 5)
     [
         (Setting(8), FASTER, "faster", "problem", "2.50 times as fast as yours, at least 2.40", "set num_workers=8"),
         (Setting(1), SAME, "same", "note", "as fast as yours, within 2.0%", "set num_workers=1"),
-        (Setting(8), SAME, "same", "ok", "yours; the best of the others was not faster", ""),
+        (Setting(8), SAME, "same", "ok", "yours; the best other setting was not faster", ""),
         (Setting(8), UNSURE, "unsure", "note", "0.90 to 1.60 times is possible", "give more --seconds"),
     ],
 )
 def test_the_answer(best: Setting, found: RateRatio, judgement: Judgement, state: str, says: str, advises: str) -> None:
-    """Is a problem only where a gain is sure; it has the ratio's lower bound, and the figures of the rounds."""
+    """The answer is a problem only if a gain is sure; it has the ratio's bounds, and the figures of the rounds."""
     answer = words.setting(*outcome(best, found, judgement))
     assert (answer.name, answer.state, answer.advice) == ("setting", state, advises)
     assert says in answer.text
@@ -39,16 +39,16 @@ def test_the_answer(best: Setting, found: RateRatio, judgement: Judgement, state
     ("best", "facts", "caution"),
     [
         (Setting(2, threads=True), {}, "the dataset must be safe to call from several threads"),
-        (Setting(8), {"iterable": True, "assigned": True}, "the order of the samples is another one"),
+        (Setting(8), {"iterable": True, "assigned": True}, "the samples come in another order"),
     ],
 )
-def test_the_advice_says_what_it_asks_for(best: Setting, facts: dict[str, Any], caution: str) -> None:
-    """Of the dataset, or of the order."""
+def test_the_advice_has_cautions(best: Setting, facts: dict[str, Any], caution: str) -> None:
+    """The advice warns if the dataset must be safe in threads, or the order of the samples changes."""
     assert words.setting(*outcome(best, FASTER, "faster", **facts)).advice.endswith(f"; {caution}")
 
 
 def test_torchs_loader_is_replaced_by_ours() -> None:
-    """The advice names the class, and the options that change with it, if any."""
+    """The advice names asyncloader's class, and the options to change, if any."""
     mine = {"ours": False, "class": "torch.DataLoader"}
     answer = words.setting(*outcome(Setting(8), FASTER, "faster", **mine))
     assert answer.advice == "use asyncloader.DataLoader with num_workers=8"
@@ -57,17 +57,17 @@ def test_torchs_loader_is_replaced_by_ours() -> None:
 
 
 def test_yours_is_the_best() -> None:
-    """It says of how many, and nothing if there were no others."""
+    """The answer has the number of the other settings; if none was measured, it is only a note."""
     made, _ = outcome(Setting(8), SAME, "same")
-    assert words.setting(made, None).text == "yours: none of 2 others was more than 5% faster"
+    assert words.setting(made, None).text == "yours: none of 2 other settings was more than 5% faster"
     made.runs = [each for each in made.runs if each.phase != "search"]
     assert words.setting(made, None).state == "note"
 
 
-def test_what_was_measured() -> None:
-    """The rate is that of the rounds, not of the search, whose failures are counted, and a slow first run is named."""
+def test_the_measurements() -> None:
+    """The rate is that of the rounds, not of the search; failed settings and a slow first run are mentioned."""
     made, _ = outcome(Setting(8), FASTER, "faster")
-    found = {each.name: each for each in words.measured(made)}
+    found = {each.name: each for each in words.describe(made)}
     assert found["rate"].figures["batches_per_sec"] == pytest.approx(40.2)
     assert found["rate"].text.startswith(
         "40.2 batches/s (643 samples/s), a batch each 24.9 ms: median of 10 runs of 1 s"
@@ -83,8 +83,8 @@ def test_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(("low", "state"), [(0.99, "ok"), (0.7, "note")])
-def test_a_busy_machine_is_named(low: float, state: str) -> None:
-    """Where a loader seems to differ from itself by a fifth, or more."""
+def test_a_busy_machine_is_mentioned(low: float, state: str) -> None:
+    """Noise of a fifth or more makes the finding a note."""
     assert words.noise(RateRatio(0.99, low, 1.0, 3)).state == state
 
 
@@ -92,7 +92,7 @@ def test_a_busy_machine_is_named(low: float, state: str) -> None:
     ("ours", "judgement", "state"), [(True, "faster", "note"), (True, "slower", "ok"), (False, "slower", "note")]
 )
 def test_torch_is_faster(ours: bool, judgement: Judgement, state: str) -> None:
-    """Is to be known, whichever of the two loaders is the user's."""
+    """A faster loader of torch is a note, whether the user's loader is torch's or asyncloader's."""
     made, compared = outcome(Setting(2), FASTER, judgement, ours=ours)
     other = compared._replace(contender=Contender("torch" if ours else "asyncloader", Setting(2)))
     assert words.same_options(made, other).state == state
