@@ -129,6 +129,8 @@ class ShardsReader:
         self._max = max_sample_bytes
         self._ahead = read_ahead
         self._pool = BlockingPool("shards", THREADS)
+        # One thread: each read of a sample gives up the GIL, and two threads would wait for each other every time.
+        self._cached_reads = BlockingPool("cached shards", 1)
         self._indexer = Indexer(stores, files, self._pool, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead)
         self._slots = asyncio.Semaphore(DECODED_AT_ONCE)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # the last used last
@@ -138,7 +140,7 @@ class ShardsReader:
     async def aclose(self) -> None:
         """Join the threads, and close the files."""
         try:
-            await self._pool.aclose()
+            await gather_all([self._pool.aclose(), self._cached_reads.aclose()])
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -163,7 +165,7 @@ class ShardsReader:
                 groups.append(group)
         if local:
             try:
-                read = await self._pool.run(partial(self._read_local, local, samples))
+                read = await self._cached_reads.run(partial(self._read_local, local, samples))
             finally:
                 self._drop_later()
             for (group, _), (left, nbytes) in zip(local, read, strict=True):
