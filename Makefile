@@ -100,9 +100,13 @@ $(VENV)/.stamp-test-ray: EXTRAS := test-ray
 $(VENV)/.stamp-bench: EXTRAS := bench
 $(VENV)/.stamp-check: EXTRAS := lint,test,demo
 $(VENV)/.stamp-docs: EXTRAS := docs
+# LitData asks for torchvision and does not need it. Its wheel does not fit a CPU build of torch, and where it is
+# installed, other packages import it.
+$(VENV)/.stamp-test $(VENV)/.stamp-check: ALONE := litdata
 
 $(VENV)/.stamp-%: $(VENV)/.stamp pyproject.toml constraints.txt
 	$(INSTALL) -e '.[$(EXTRAS)]'
+	$(if $(ALONE),$(INSTALL) --no-deps $(ALONE))
 	@touch $@
 
 # The interpreter is asked before the environment is made, so that a wrong one leaves nothing behind.
