@@ -109,7 +109,7 @@ def write(folder: Path) -> None:
         target = folder / page.relative_to(DOCS)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(twin(page))
-    for linked in [*DOCS.rglob("*.svg"), *(DOCS / "examples").glob("*.py")]:
+    for linked in [*DOCS.rglob("*.svg"), *DOCS.rglob("*.png"), *(DOCS / "examples").glob("*.py")]:
         target = folder / linked.relative_to(DOCS)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(linked, target)

@@ -117,10 +117,12 @@ WITH_WORKERS = [
     page
     for page in RUN
     if re.search(r"num_workers|MultiProcessingReadingService\(", program(page.read_text(), FRAMEWORKS))
-    and page.stem != "several-ranks-on-one-host"  # its blocks are parts of another program
+    # The first is a part of another program; the verdict that the second finds may be the start of a fork server.
+    and page.stem not in ("several-ranks-on-one-host", "find-out-why-training-waits")
 ]
 SLOW = {
     "feed-a-gpu",
+    "find-out-why-training-waits",
     "resume-a-run",
     "several-ranks-on-one-host",  # five interpreters
     "survive-failures",
