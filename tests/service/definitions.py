@@ -7,10 +7,12 @@ import os
 import resource
 import signal
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -212,6 +214,20 @@ class Deadly(Numbers):
                     mark.touch()
                 os.kill(os.getpid(), signal.SIGKILL if self.marks else signal.SIGSEGV)
         return super().__getitem__(index)
+
+
+@asyncloader.definition
+def flushing(marks: str = "") -> Any:
+    """A dataset that its process writes out at its end, which takes a while."""
+    if marks:
+        Finalize(None, _flush, (marks,), exitpriority=0)
+    return Numbers(4)
+
+
+def _flush(marks: str) -> None:
+    (Path(marks) / f"{os.getpid()}.begun").touch()
+    time.sleep(0.3)
+    (Path(marks) / f"{os.getpid()}.ended").touch()
 
 
 @asyncloader.definition

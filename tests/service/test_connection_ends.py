@@ -45,6 +45,16 @@ def at_rest(node: NodeProcess, wanted: tuple[int, int] | None = None) -> tuple[i
     return counts
 
 
+def test_processes_end_in_their_own_time(tmp_path: Path) -> None:
+    """A node that ends waits while its processes run the functions that libraries have registered for their exit."""
+    flushing = definitions.flushing(str(tmp_path))
+    with serving(tmp_path, ["flushing"], "--open", "flushing") as node:
+        loader = DataLoader[Any](flushing, seed=1, num_workers=2, workers=node.tcp)
+        assert sum(1 for _ in loader) == 4
+        loader.close()
+    assert len([*tmp_path.glob("*.ended")]) == len([*tmp_path.glob("*.begun")]) == 2
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("place", "kind"), [("tcp", "numbers"), ("unix", "stream"), ("tcp", "drawn"), ("unix", "awaited")]

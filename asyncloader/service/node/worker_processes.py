@@ -293,6 +293,7 @@ class HostProcesses:
                 if self._info is None or not self.running:
                     self._info = info
                 made.ready = not info.problem
+                made.process.ready = True  # it reads requests: `close` asks it to end, and sends no SIGTERM at once
                 if self.problem and made.ready:
                     self.problem = ""
                     _log.warning("%s is made now", self.setup.target, extra=self._by)
