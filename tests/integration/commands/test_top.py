@@ -13,6 +13,7 @@ import sys
 import threading
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,11 @@ def test_in_a_terminal(ends: str, running: DataLoader[Any]) -> None:
     env = {**environment(), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"], "TERM": "xterm", "COLUMNS": "120"}
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "asyncloader", "top"]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process:
+    with (
+        subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env) as process,
+        ExitStack() as stack,
+    ):
+        stack.callback(process.kill)  # an error below must not wait for a process that waits for its terminal
         os.close(theirs)
         shown = b""
         while shown.count(b"epoch 0, 5 of 100") < 2:
