@@ -90,8 +90,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the number of examples that drawn tests draw. Restore SIGINT's handler, which tests and their programs need: a
-    shell starts a job in the background with SIGINT ignored.
+    """Set the number of examples that drawn tests draw. Restore SIGINT's handler, which tests and their programs need:
+    a shell starts a job in the background with SIGINT ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
