@@ -332,7 +332,9 @@ class LoaderArena:
         many = [0, 0]
         while monotonic() < until:
             many = [node.descriptors() for node in (self._plain, self._guarded)]
-            if all(now <= before + 24 for now, before in zip(many, self._descriptors, strict=True)):
+            # The processes that were started for these loaders stay for some minutes, with 4 each: 22 to 28 after 160
+            # draws, and no more after 640.
+            if all(now <= before + 40 for now, before in zip(many, self._descriptors, strict=True)):
                 break
             if found := self._problems():
                 return found
