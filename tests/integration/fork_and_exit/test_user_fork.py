@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -160,9 +161,12 @@ SCRIPTS = {
 }
 
 
+FORK = 'import multiprocessing; multiprocessing.set_start_method("fork")\n'  # not the default from Python 3.14 on
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_fork_in_a_script(name: str, tmp_path: Path) -> None:
     """Whatever the child does and however it exits, the parent's workers continue and no process hangs."""
-    done: subprocess.CompletedProcess[str] = run_script(tmp_path, SCRIPTS[name])
+    done: subprocess.CompletedProcess[str] = run_script(tmp_path, FORK + dedent(SCRIPTS[name]))
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
