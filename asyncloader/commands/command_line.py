@@ -45,9 +45,6 @@ def parser() -> argparse.ArgumentParser:
     verify = commands.add_parser(
         "verify", help="disturb a loader, compare its batches, and name what makes them differ"
     )
-    verify.add_argument(
-        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
-    )
     verify.add_argument("--seed", type=int, default=0, help="of the drawn disturbances; default 0")
     verify.add_argument(
         "--seconds",
@@ -57,9 +54,10 @@ def parser() -> argparse.ArgumentParser:
     )
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
     bench = commands.add_parser("bench", help="measure a loader, and search a faster setting")
-    bench.add_argument(
-        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
-    )
+    for each in (verify, bench):
+        each.add_argument(
+            "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
+        )
     bench.add_argument(
         "--seconds",
         type=float,
