@@ -32,6 +32,8 @@ from typing import Any
 
 import pytest
 
+from tests import early_fork
+
 FILES = 4
 """The most files of a folder that a process runs."""
 
@@ -121,6 +123,7 @@ class Running:
         # pytest would rewrite the asserts of a plugin's package; this plugin has none.
         options = ["-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
         options.append("--continue-on-collection-errors")
+        early_fork.begin()
         sys.exit(pytest.main([*options, *arguments], [Group(self.files, self._records)]))
 
     @property

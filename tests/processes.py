@@ -8,6 +8,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from tests import early_fork
+
 
 def children_of(pid: int) -> list[int]:
     """Return the children of a process, of all of its threads, zombies included.
@@ -40,12 +42,15 @@ def _children_by_parent(pid: int) -> list[int]:
 
 
 def helpers_of_multiprocessing() -> tuple[set[int], set[int]]:
-    """Return pids and descriptors of the fork server and the resource tracker, which live as long as this process."""
+    """Return pids and descriptors of the resource tracker and the fork server, also of one that waits to be used. They
+    live as long as this process.
+    """
     servers: list[Any] = [forkserver._forkserver, resource_tracker._resource_tracker]
     values = [vars(server) for server in servers]
     pids = {v[name] for v in values for name in ("_forkserver_pid", "_pid") if v.get(name) is not None}
     fds = {v[name] for v in values for name in ("_forkserver_alive_fd", "_fd") if v.get(name) is not None}
-    return pids, fds
+    early_pids, early_fds = early_fork.waiting()
+    return pids | early_pids, fds | early_fds
 
 
 def own_children() -> list[int]:

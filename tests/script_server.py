@@ -56,9 +56,10 @@ class Forked(subprocess.Popen[str]):
         cwd, env = rest[4:6]
         pipes = rest[9:15]  # stdin, stdout, stderr: the end to read from, and the end to write to
         options, program = split(args[1:])
+        early = program[:3] == ["-m", "asyncloader", "serve"]
         self._answers, answers = os.pipe()
         standard = [given if given != -1 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-        request = json.dumps({"program": program, "cwd": os.fspath(cwd), "env": dict(env)}).encode()
+        request = json.dumps({"program": program, "cwd": os.fspath(cwd), "env": dict(env), "early": early}).encode()
         try:
             server = Server.of(options, env)
             socket.send_fds(server.connection, [request], [*standard, answers])
@@ -248,8 +249,14 @@ def serve(channel: socket.socket, owner: int) -> dict[str, Any]:
     os._exit(0)
 
 
-def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
+def become(program: Sequence[str], cwd: str, env: Mapping[str, str], early: bool) -> None:
     """Run the program as `__main__` of this process.
+
+    Args:
+        program: a file, `-m` or `-c`, and its arguments.
+        cwd: the program's folder.
+        env: its environment variables.
+        early: whether it has a child that was forked early as its fork server.
 
     Raises:
         SystemExit: with 1, after an uncaught exception.
@@ -260,6 +267,8 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
     multiprocessing_process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     for generator in GENERATORS:
         generator()
+    if early:
+        import_module("early_fork").begin()
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     # A worker that is not forked knows the program's definitions by the second name.
@@ -297,6 +306,7 @@ if __name__ == "__main__":
     given, its_owner = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     if os.fork():
         os._exit(0)  # the server must not be a child of a test's process, because tests check their process's children
+    import_module("early_fork")
     del sys.path[0]  # this file's folder
     import numpy as np
     import torch
