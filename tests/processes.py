@@ -29,6 +29,15 @@ def children_of(pid: int) -> list[int]:
         # A thread ended between both reads: its children are now another's, whose list may have been read before.
 
 
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and its descendants, with those that have ended and were waited for."""
+    with suppress(OSError):  # it has ended
+        times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
+        own = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        return own + sum(map(cpu_seconds, children_of(pid)))
+    return 0.0
+
+
 def _children_by_parent(pid: int) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():

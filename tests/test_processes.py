@@ -1,9 +1,10 @@
-"""The list of a process's children is right while its threads come and go."""
+"""The list of a process's children is right while its threads come and go, and so is the CPU time of all of them."""
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -49,3 +50,17 @@ def test_no_process() -> None:
     ended.wait()
     with pytest.raises(FileNotFoundError):
         processes.children_of(ended.pid)
+
+
+def test_cpu_seconds() -> None:
+    """A child's time counts while it runs, and after it has ended and was waited for."""
+    before = processes.cpu_seconds(os.getpid())
+    burn = "import time\nwhile time.process_time() < 0.2: pass\nprint(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-SEc", burn], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        during = processes.cpu_seconds(os.getpid())
+        child.communicate(b"\n")
+    assert during - before > 0.1  # it is counted in ticks
+    assert during <= processes.cpu_seconds(os.getpid())
+    assert processes.cpu_seconds(child.pid) == 0.0

@@ -21,6 +21,7 @@ import torch
 from asyncloader import LanceTable, LitDataFolder
 from tests import script_server
 from tests.helpers.running import PATIENCE_S, ROOT, environment
+from tests.helpers.seeded_runs import Stepwise
 
 BLOCK = 8
 N = 50
@@ -83,6 +84,23 @@ def text_of(value: Any) -> str:
 def texts_of(samples: Sequence[Any]) -> list[str]:
     """Collate samples to their texts."""
     return [text_of(sample) for sample in samples]
+
+
+def read_table(
+    kind: str, folder: str, *, loop: str = "sync", steps: int | None = None, **options: Any
+) -> list[list[str]]:
+    """Read an epoch of a loader over the dataset of a kind. With `steps`, another loader continues after them."""
+    head: list[list[str]] = []
+    state = None
+    if steps is not None:
+        with Stepwise(loop, open_table(kind, folder), collate_fn=texts_of, **options) as run:
+            run.begin()
+            head, state = run.take(steps), run.loader.state_dict()
+    with Stepwise(loop, open_table(kind, folder), collate_fn=texts_of, **options) as run:
+        if state is not None:
+            run.loader.load_state_dict(state)
+        run.begin()
+        return head + run.rest()
 
 
 def written(folder: Path, package: str) -> dict[str, list[str]]:

@@ -15,6 +15,12 @@ from typing import Any, Self
 
 from tests import script_server
 from tests.helpers.running import PATIENCE_S, ROOT, environment
+from tests.processes import cpu_seconds
+
+IDLE_S = 0.1
+"""CPU time in `PATIENCE_S` below which processes wait for one another. Busy processes have more, also where 20 others
+want each CPU: each worker that is not forked imports torch and its dataset's packages, for seconds of CPU time.
+"""
 
 
 class RankGroup:
@@ -70,14 +76,19 @@ class RankGroup:
             pipe.send((name, values, named))
 
     def answers(self, *ranks: int) -> list[Any]:
-        """Return the next result of these ranks, of all by default. A rank that never answers has its stacks shown."""
+        """Return the next result of these ranks, of all by default. If no rank answers, and they have not used a
+        CPU meanwhile, their stacks are shown.
+        """
         asked = ranks or range(self.world)
         found: dict[int, Any] = {}
+        spent = self._spent()
         while len(found) < len(asked):
             pending = {self._pipes[rank]: rank for rank in asked if rank not in found}
             ready = wait(list(pending), PATIENCE_S)
             if not ready:
-                self._show(list(pending.values()))
+                before, spent = spent, self._spent()
+                if spent - before < IDLE_S:
+                    self._show(list(pending.values()))
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = pending[pipe]
@@ -97,6 +108,9 @@ class RankGroup:
     def errors(self, rank: int) -> str:
         """The rank's text on stderr."""
         return (self._folder / f"stderr{rank}").read_text()
+
+    def _spent(self) -> float:
+        return sum(cpu_seconds(process.pid) for process in self.processes)
 
     def _show(self, ranks: list[int]) -> None:
         for rank in ranks:

@@ -28,7 +28,7 @@ from asyncloader import AsyncDataLoader, Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from asyncloader.transports import LocalTransport
 from tests.helpers import straggling
-from tests.helpers.package_tables import open_table, texts_of
+from tests.helpers.package_tables import read_table
 from tests.helpers.remote_folders import dataset_of, with_method
 from tests.helpers.running import PATIENCE_S
 from tests.helpers.seeded_datasets import AllDraws, Rows
@@ -411,11 +411,9 @@ class Place:
                 found.append([batch.tolist() for batch in batches])
             return found, len(run.loader), run.loader.state_dict()
 
-    def table(self, kind: str, folder: str, *, loop: str = "sync", **options: Any) -> list[list[str]]:
-        """Read an epoch of a loader over a folder of LitData or Lance."""
-        with Stepwise(loop, open_table(kind, folder), collate_fn=texts_of, **options) as run:
-            run.begin()
-            return run.rest()
+    def table(self, kind: str, folder: str, **options: Any) -> list[list[str]]:
+        """See `package_tables.read_table`."""
+        return read_table(kind, folder, **options)
 
     def dealt_by_torch(self, length: int, epochs: int, batch_size: int) -> list[list[Any]]:
         """Return the indices of epochs of torch's own loader with its `DistributedSampler`."""

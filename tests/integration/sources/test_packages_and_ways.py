@@ -56,6 +56,13 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
         yield group
 
 
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
+    """Two ranks that use neither package themselves."""
+    with RankGroup(2, tmp_path_factory.mktemp("trainers")) as group:
+        yield group
+
+
 @pytest.fixture(params=[kind for kinds in PACKAGES.values() for kind in kinds])
 def kind(request: pytest.FixtureRequest, samples: dict[str, list[str]]) -> str:
     found: str = request.param
@@ -111,14 +118,32 @@ def test_resumed(kind: str, folder: Path, node: NodeProcess, expected: list[list
         assert [*head, *loader] == expected
 
 
-@pytest.mark.thorough
-def test_by_two_ranks(kind: str, folder: Path, two: RankGroup, samples: dict[str, list[str]]) -> None:
-    """Each sample on one rank: the length is that of the whole folder on both."""
-    ranks = two("table", kind, str(folder), **OPTIONS | {"batch_size": 1})
+def check_ranks(ranks: list[list[list[str]]], samples: list[str]) -> None:
+    """Each sample is on one rank: the length is that of the whole folder on both."""
     first, second = ([text for batch in rank for text in batch] for rank in ranks)
     assert abs(len(first) - len(second)) < 2
-    assert {*first, *second} <= {*samples[kind]}
-    assert len({*first, *second}) >= len(samples[kind]) - 1
+    assert {*first, *second} <= {*samples}
+    assert len({*first, *second}) >= len(samples) - 1
+
+
+@pytest.mark.thorough
+def test_by_two_ranks(kind: str, folder: Path, two: RankGroup, samples: dict[str, list[str]]) -> None:
+    """By the processes of the ranks themselves."""
+    check_ranks(two("table", kind, str(folder), **OPTIONS | {"batch_size": 1}), samples[kind])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_by_the_workers_of_two_ranks(
+    method: str, folder: Path, trainers: RankGroup, samples: dict[str, list[str]]
+) -> None:
+    """By processes that are forked from a rank, with its group, others of which continue; and by those that know no
+    group.
+    """
+    workers = {"num_workers": 1, "multiprocessing_context": method, "batch_size": 1}
+    steps = 5 if method == "fork" else None  # workers of a fork server import the packages for seconds
+    for kind in [kinds[0] for kinds in PACKAGES.values() if kinds[0] in samples]:
+        check_ranks(trainers("table", kind, str(folder), steps=steps, **OPTIONS | workers), samples[kind])
 
 
 @pytest.mark.thorough
