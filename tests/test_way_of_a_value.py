@@ -99,8 +99,8 @@ def constructor() -> Count:
     ("way", "calls", "changes"),
     [
         (steady_batch, 55, 40),
-        (second_iter, 204, 138),
-        (partial(second_iter, seed=1), 362, 260),
+        (second_iter, 197, 138),
+        (partial(second_iter, seed=1), 355, 258),
         (constructor, 74, 20),
     ],
     ids=["batch", "second iter", "second iter, seeded", "constructor"],

@@ -70,10 +70,7 @@ class MemoryKills:
     """
 
     def __init__(self, groups: list[Path]) -> None:
-        # In a container the group's path may not be visible: use the nearest visible ancestor.
-        files = (group / name for group in groups for name in _COUNTER_FILES)
-        self._counter = next((counter for counter in files if _kills(counter) is not None), None)
-        self._begun = self._now()
+        self._counter, self._begun = _find_counter(groups)
 
     @classmethod
     def of(cls, pid: int) -> MemoryKills:
@@ -83,13 +80,21 @@ class MemoryKills:
     def describe(self) -> str:
         """Return a sentence about the kills for an error message; empty if there were none, or no counter."""
         # Complete at a worker's death: the kernel counts a kill before the signal arrives.
-        kills = self._now() - self._begun
+        kills = 0 if self._counter is None else (_kills(self._counter) or 0) - self._begun
         if kills <= 0:
             return ""
         return f"Memory ran out: {self._counter} counts {kills} out-of-memory kill{'s'[: kills - 1]} since it began."
 
-    def _now(self) -> int:
-        return 0 if self._counter is None else _kills(self._counter) or 0
+
+def _find_counter(groups: list[Path]) -> tuple[Path | None, int]:
+    """Return the first file that counts kills, and its count now; None and 0 where no file does."""
+    # In a container the group's path may not be visible: its nearest visible ancestor counts.
+    for group in groups:
+        for name in _COUNTER_FILES:
+            counter = group / name
+            if os.access(counter, os.R_OK) and (kills := _kills(counter)) is not None:
+                return counter, kills
+    return None, 0
 
 
 def _kills(counter: Path) -> int | None:
