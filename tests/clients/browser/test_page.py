@@ -109,8 +109,22 @@ def test_it_follows_a_run(open_page: Open) -> None:
     has_text(page, "#totals", "1,005")
 
 
+SPOKEN = """(() => {
+  const node = document.querySelector("[aria-live]"), watch = new MutationObserver(() => {});
+  watch.observe(node, {childList: true, characterData: true, subtree: true});
+  return [["order", 41], ["fetch", 41], ["fetch", 42], ["compute", 42], ["consumer", 4]].map(([bound, share]) => {
+    const text = `The consumer waited ${share} % of the time.`;
+    show({...last, verdict: {...last.verdict, bound, text, ok: bound === "consumer"}});
+    return watch.takeRecords().length ? node.textContent : null;
+  });
+})()"""
+"""Shows verdicts one after the other. Returns for each the text that a screen reader reads out, or null."""
+
+
 def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
-    """The button and the tables are reached by Tab, pausing keeps the figures, and roles and names are there."""
+    """The button and the tables are reached by Tab, pausing keeps the figures, and roles and names are there. A
+    verdict is read out when it changes, and not when only its figures do.
+    """
     with DataLoader[Any](Numbers(400), batch_size=4, num_workers=1) as loader:
         page = open_page(loader.dashboard().url)
         has_text(page, "#place", "not iterated yet")
@@ -127,7 +141,13 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
         has_text(page, "#place", "not iterated yet")
         page.keyboard.press("Enter")
         has_text(page, "#place", "epoch 0, finished")
-        assert page.locator("#said").text_content() == page.locator("#text").text_content()
+        _, *spoken = page.evaluate(SPOKEN)
+        assert spoken == [
+            "! input-bound: fetch",
+            None,
+            "! input-bound: compute",
+            "✓ nothing to change",
+        ]
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.textContent") == "Download trace"
         for name in ("Waiting, by stage", "Workers", "Times of stages"):
