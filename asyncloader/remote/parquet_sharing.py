@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.formats import OnBad, ShardError
 from asyncloader.formats.parquet import Footer, RecordBatchRows, read_batches
@@ -47,14 +47,15 @@ class SharedParquet:
     """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
-        self._files: dict[str, _SharedFile] = {}
+        self._files: dict[PinnedReader, _SharedFile] = {}
         self._budget = _Budget(most)
 
     async def read(
         self, pinned: PinnedReader, url: str, start: int, stop: int | None, options: RowOptions, on_bad: OnBad | None
     ) -> AsyncGenerator[LocatedRows, None]:
         """Read rows ``[start, stop)`` of a file, like `read_parquet`."""
-        async with self._open(pinned, url, options) as file:
+        make = partial(_SharedFile, pinned, url, options, self._budget)
+        async with _use(self._files, pinned, make) as file:
             footer = await file.footer()
             for first, after, number in _parts(footer.edges, start, footer.rows if stop is None else stop):
                 at = first
@@ -90,21 +91,6 @@ class SharedParquet:
                     async with aclosing(alone):
                         async for rows in alone:
                             yield rows
-
-    @asynccontextmanager
-    async def _open(self, pinned: PinnedReader, url: str, options: RowOptions) -> AsyncGenerator[_SharedFile, None]:
-        file = self._files.get(url)
-        if file is None or file.pinned is not pinned:
-            file = self._files[url] = _SharedFile(pinned, url, options, self._budget)
-        file.users += 1
-        try:
-            yield file
-        finally:
-            file.users -= 1
-            if not file.users:
-                if self._files.get(url) is file:
-                    del self._files[url]
-                await file.aclose()
 
 
 def _parts(edges: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int | None]]:
@@ -144,8 +130,28 @@ class _Budget:
             self._left += size
 
 
+_Used = TypeVar("_Used", "_SharedFile", "_SharedGroup")
+
+
+@asynccontextmanager
+async def _use(objects: dict[Any, _Used], key: Any, make: Callable[[], _Used]) -> AsyncGenerator[_Used, None]:
+    """Give the object of this key to one more user: `make` it for the first, and close it after the last."""
+    found = objects.get(key)
+    if found is None:
+        found = objects[key] = make()
+    found.users += 1
+    try:
+        yield found
+    finally:
+        found.users -= 1
+        if not found.users:
+            # First: a user that comes while it is closed gets another.
+            del objects[key]
+            await found.aclose()
+
+
 class _SharedFile:
-    """A file that streams read at present. `aclose` must be called after the last of them.
+    """A file that streams read at present.
 
     Args:
         pinned: reads the file.
@@ -155,7 +161,7 @@ class _SharedFile:
     """
 
     def __init__(self, pinned: PinnedReader, url: str, options: RowOptions, budget: _Budget) -> None:
-        self.pinned = pinned
+        self._pinned = pinned
         self.users = 0
         self._url = url
         self._options = options
@@ -171,28 +177,17 @@ class _SharedFile:
                 return (await shielded(reading))[0]
             except Exception:
                 # An error is that of the caller who began to read: no two of them raise the same.
-                return (await read_footer(self.pinned, self._url))[0]
+                return (await read_footer(self._pinned, self._url))[0]
         reading = self._reading = asyncio.create_task(
-            read_footer(self.pinned, self._url), name="asyncloader-parquet-footer"
+            read_footer(self._pinned, self._url), name="asyncloader-parquet-footer"
         )
         reading.add_done_callback(_retrieve)
         return (await shielded(reading))[0]
 
-    @asynccontextmanager
-    async def group(self, footer: Footer, number: int) -> AsyncGenerator[_SharedGroup, None]:
+    def group(self, footer: Footer, number: int) -> AbstractAsyncContextManager[_SharedGroup]:
         """Open a row group for one reader."""
-        group = self._groups.get(number)
-        if group is None:
-            group = self._groups[number] = _SharedGroup(self.pinned, footer, number, self._options, self._budget)
-        group.users += 1
-        try:
-            yield group
-        finally:
-            group.users -= 1
-            if not group.users:
-                if self._groups.get(number) is group:
-                    del self._groups[number]
-                await group.aclose()
+        make = partial(_SharedGroup, self._pinned, footer, number, self._options, self._budget)
+        return _use(self._groups, number, make)
 
     async def aclose(self) -> None:
         """Stop reading."""

@@ -7,7 +7,7 @@ import pytest_asyncio
 
 from asyncloader.transports import HuggingFaceTransport, Transport
 from asyncloader.transports.testing import TransportConformance
-from tests.helpers.hub import Hub, serving_hub
+from tests.helpers.hub import ROOT, Hub, serving_hub
 
 pytestmark = pytest.mark.network
 
@@ -24,7 +24,7 @@ class TestHuggingFace(TransportConformance):
         del self.hub
 
     def make(self) -> Transport:
-        return HuggingFaceTransport("hf://datasets/acme/digits", endpoint=self.hub.url)
+        return HuggingFaceTransport(ROOT, endpoint=self.hub.url)
 
     def put(self, transport: Transport, path: str, data: bytes) -> None:
         # Into the commit that is read, and into the CDN: the tests change objects, which no commit does.

@@ -10,8 +10,11 @@ from urllib.parse import quote, unquote
 
 from aiohttp import web
 
+from asyncloader.transports import RetryPolicy
 from tests.helpers.http_store import Asked, HttpStore, serving
 
+ROOT = "hf://datasets/acme/digits"
+QUICK = RetryPolicy(budget_s=5.0, first_delay_s=0.001, cap_s=0.001)
 TOKEN = "hf_loopbackSecretToken"  # of no real account
 SIGNATURE = "Signature=cdnSecret"
 PAGE = 3

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import io
-import tarfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,19 +28,15 @@ def wds() -> Any:
 
 
 @pytest.fixture
-def shards(tmp_path: Path) -> list[str]:
+def shards(wds: Any, tmp_path: Path) -> list[str]:
     """Four tar files of ten samples each; a sample has an array and a class."""
     paths = []
     for number in range(4):
         path = tmp_path / f"shard-{number}.tar"
-        with tarfile.open(path, "w") as tar:
+        with wds.TarWriter(str(path)) as tar:
             for sample in range(10 * number, 10 * number + 10):
-                array = io.BytesIO()
-                np.save(array, np.full((2, 3), sample, np.float32))
-                for suffix, data in (("npy", array.getvalue()), ("cls", b"%d" % sample)):
-                    member = tarfile.TarInfo(f"{sample:04}.{suffix}")
-                    member.size = len(data)
-                    tar.addfile(member, io.BytesIO(data))
+                array = np.full((2, 3), sample, np.float32)
+                tar.write({"__key__": f"{sample:04}", "npy": array, "cls": sample})
         paths.append(str(path))
     return paths
 

@@ -6,13 +6,11 @@ import asyncio
 import json
 import logging
 import pickle
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import pytest
-import pytest_asyncio
 from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
@@ -21,24 +19,12 @@ from asyncloader.transports import (
     HuggingFaceTransport,
     ObjectNotFound,
     ReadFailed,
-    RetryPolicy,
     open_transport,
 )
 from tests.helpers.http_store import status
-from tests.helpers.hub import SIGNATURE, TOKEN, Hub, serving_hub
+from tests.helpers.hub import QUICK, ROOT, SIGNATURE, TOKEN, Hub
 
 pytestmark = pytest.mark.network
-
-ROOT = "hf://datasets/acme/digits"
-QUICK = RetryPolicy(budget_s=5.0, first_delay_s=0.001, cap_s=0.001)
-
-
-@pytest_asyncio.fixture
-async def hub(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hub]:
-    async with serving_hub() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield served
 
 
 def lines(first: int, count: int = 20) -> bytes:

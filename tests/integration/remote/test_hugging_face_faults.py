@@ -20,26 +20,15 @@ from asyncloader.transports import (
     AccessDenied,
     HuggingFaceTransport,
     ReadFailed,
-    RetryPolicy,
     Transport,
     open_transport,
 )
 from tests.helpers.http_store import HttpStore, broken, serving, status
-from tests.helpers.hub import TOKEN, Hub, serving_hub
+from tests.helpers.hub import QUICK, ROOT, TOKEN, Hub
 
 pytestmark = pytest.mark.network
 
-ROOT = "hf://datasets/acme/digits"
-QUICK = RetryPolicy(budget_s=5.0, first_delay_s=0.001, cap_s=0.001)
 LARGE = bytes(range(256)) * 8
-
-
-@pytest_asyncio.fixture
-async def hub(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hub]:
-    async with serving_hub() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.url)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        yield served
 
 
 @pytest_asyncio.fixture
