@@ -380,6 +380,11 @@ class NetworkTransport(Transport, Generic[_K]):
         return partial(type(self), **self._options), (self._root,)
 
     @property
+    def requests(self) -> int:
+        """Maximum number of concurrent requests in one process."""
+        return int(self._options["requests"])
+
+    @property
     def retries(self) -> RetryCounts:
         """Retry statistics of this transport in this process."""
         return self._client.counts

@@ -274,7 +274,7 @@ def read_batches(
         for number in range(len(footer.edges) - 1)
         if footer.edges[number] < stop and max(start, footer.edges[number]) < footer.edges[number + 1]
     ]
-    groups = _Groups(footer, fetch, columns, max(max_sample_bytes, LARGEST_PAGE), window_bytes)
+    groups = RowGroups(footer, fetch, columns, max(max_sample_bytes, LARGEST_PAGE), window_bytes)
     following: tuple[RowGroup, Windows] | None = None
     for position, number in enumerate(numbers):
         group, windows = following or groups.begin(number)
@@ -308,7 +308,7 @@ def read_batches(
             raise footer.error(f"row group {number} has {at - group.first:,} rows, and claims {group.rows:,}")
 
 
-class _Groups:
+class RowGroups:
     """Checks the row groups of a file, has their bytes fetched, and decodes them by pyarrow.
 
     Attributes:

@@ -57,6 +57,11 @@ class Windows:
             coming = self._fetch(ranges)
             self._coming = [(start, coming, index) for index, (start, _) in enumerate(ranges)]
 
+    def later(self) -> list[tuple[int, int]]:
+        """Return, for each chunk, the bytes behind its first window, and those of each further window."""
+        sizes = zip(self._starts, self._ends, self._sizes, strict=True)
+        return [(max(0, end - start - size), size) for start, end, size in sizes]
+
     def find(self, at: int) -> int | None:
         """Return the number of the chunk that contains byte `at`; None if no chunk does."""
         number = bisect_right(self._starts, at) - 1

@@ -173,7 +173,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
         self._listed: list[Shard] | None = None  # the result of `find_shards`
         self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
-        self._shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
+        self.planned_shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
         self._parts: tuple[int, int] | None = None  # the number of ranges that this plan asked for, and of ranks
         self._counts: npt.NDArray[np.int64] | None = None  # samples in each of its ranges, if known
         self._logged = False  # the part that the ranks' shares leave out
@@ -338,8 +338,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     def open_worker_stream(self, source: AssignmentSource) -> WorkerStream:
         """Open one worker's stream. `plan` must have been called, here or before this dataset was pickled."""
-        assert self._shards is not None
-        return WorkerStream(self._shards, partial(self._open, Pins()), source, self.shuffle_buffer)
+        assert self.planned_shards is not None
+        return WorkerStream(self.planned_shards, partial(self._open, Pins()), source, self.shuffle_buffer)
 
     async def counted(
         self, ranks: RankExchange | None = None, about: Mapping[str, Any] | None = None
@@ -465,8 +465,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         The result depends on the shards and on the arguments alone, not on earlier calls: other ranks plan the same
         epoch, and a later process that resumes must make the same plan.
         """
-        if self._shards is not None and self._parts == (parts, ranks):
-            return self._shards
+        if self.planned_shards is not None and self._parts == (parts, ranks):
+            return self.planned_shards
         async with aclosing(self._own_stores()) as stores:
             found = await self._find(stores)
             assert self._listed is not None
@@ -479,7 +479,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
                 sized = await with_sizes(found, stores, leave=(*RAISED_WHEN_READ, InvalidPath, SizeUnknown))
                 # Only the sizes: counts from an earlier `len()` must not change the plan.
                 shards = [shard._replace(size=of.size) for shard, of in zip(shards, sized, strict=True)]
-            self._shards, self._parts, self._counts = shards, (parts, ranks), None
+            self.planned_shards, self._parts, self._counts = shards, (parts, ranks), None
             return shards
 
     async def _count_samples(self) -> list[Shard]:

@@ -24,7 +24,7 @@ WORTH = 1.1
 MOST_WAITING_WORKERS = 16
 """Workers that are proposed for a blocking dataset that waits, whatever the number of CPUs."""
 
-_CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
+CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
 _FORK_S, _SPAWN_S = 0.05, 2.0  # to start workers, where that was not measured
 _CONCURRENCIES = (16, 64, 256)
 
@@ -163,7 +163,7 @@ def _predicted(run: Run, costs: Costs, setting: _Setting) -> float:
         period = max(costs.consumer, making) if overlaps else costs.consumer + making
         return run.batches * period
     cpu = costs.cpu + (0.0 if run.workers else BATCH_COST_S)
-    crowded = _CROWDED if number > run.cpus else 1.0
+    crowded = CROWDED if number > run.cpus else 1.0
     period = max(costs.consumer + costs.taking, (making + BATCH_COST_S) / number, cpu / run.allowed_cpus * crowded)
     starts = 1 if setting.persistent else run.epochs
     return run.batches * period + starts * costs.startup * (0.7 + 0.3 * number / max(1, run.workers))

@@ -7,6 +7,7 @@ batch is compared whole.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import warnings
 from typing import Any
@@ -123,24 +124,30 @@ def measure(job: Job) -> dict[str, float]:
     samples = content.objects
     if job.loader in TAR:
         samples = (LARGE_SHARDS if job.workload == OBJECTS_KIND else SHARDS[job.workload]).objects
-    return read(open_remote(job.loader, job.workload, job.store, samples), window)
+    loader = open_remote(job.loader, job.workload, job.store, samples, decode_s=job.decode)
+    return read(loader, window, job.step)
 
 
-def read(loader: Any, window: Window) -> dict[str, float]:
-    """Read a loader, by `async for` on uvloop if it is made for that, until the window ends."""
+def read(loader: Any, window: Window, step: float) -> dict[str, float]:
+    """Read a loader, by `async for` on uvloop if it is made for that, until the window ends; wait for a step's seconds
+    after each batch.
+    """
     if not isinstance(loader, AsyncDataLoader):
         for batch in loader:
             if window.take(batch):
                 break
+            time.sleep(step)
         return window.result()
     import uvloop
 
-    return uvloop.run(_read_async(loader, window))
+    return uvloop.run(_read_async(loader, window, step))
 
 
-async def _read_async(loader: Any, window: Window) -> dict[str, float]:
+async def _read_async(loader: Any, window: Window, step: float) -> dict[str, float]:
     async with loader:
         async for batch in loader:
             if window.take(batch):
                 break
+            if step:
+                await asyncio.sleep(step)
         return window.result()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,7 +43,7 @@ def shard_urls(store: str, folder: str, samples: int) -> list[str]:
     return [f"{store}/{folder}/{number:04}.tar" for number in range(-(-samples // shards.each))]
 
 
-def open_remote(name: str, kind: str, store: str, samples: int, start: str | None = None) -> Any:
+def open_remote(name: str, kind: str, store: str, samples: int, start: str | None = None, decode_s: float = 0.0) -> Any:
     """The loader called `name`, whose batches are uint8 of shape (`BATCH`, bytes of a sample).
 
     Args:
@@ -50,10 +52,12 @@ def open_remote(name: str, kind: str, store: str, samples: int, start: str | Non
         store: URL of the store with its latency.
         samples: in an epoch.
         start: start method of the workers of RemoteIterableDataset; None is the library's choice.
+        decode_s: seconds of CPU that its decoding of a sample takes.
     """
     urls = shard_urls(store, "large" if kind == OBJECTS_KIND else kind, samples) if name in TAR else []
     if name == OURS_TAR:
-        return _ours(ASYNC, RemoteIterableDataset(urls), decode=_member, multiprocessing_context=start)
+        decode = partial(busy_member, decode_s)
+        return _ours(ASYNC, RemoteIterableDataset(urls), decode=decode, multiprocessing_context=start)
     if name == WEBDATASET:
         return _webdataset(urls)
     return LOADERS[name](store, samples)
@@ -105,6 +109,14 @@ def _webdataset(urls: list[str]) -> Any:
     return webdataset.WebLoader(
         samples.batched(BATCH, collation_fn=default_collate), batch_size=None, num_workers=WORKERS
     )
+
+
+def busy_member(seconds: float, sample: dict[str, Any]) -> Any:
+    """The sample's bytes, after some seconds of CPU time."""
+    until = time.thread_time() + seconds
+    while seconds and time.thread_time() < until:
+        pass
+    return _member(sample)
 
 
 def _member(sample: dict[str, Any]) -> Any:

@@ -1,0 +1,167 @@
+"""Measures what the samples of a shard cost a worker: receiving, parsing, decoding and collating the first of them.
+
+Data path: transport -> [sample_costs] -> shard_facts -> epoch_simulation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from time import process_time
+from typing import Any, NamedTuple, TypeVar
+
+from torch.utils.data import default_collate
+
+from asyncloader.cpus import use_one_core
+from asyncloader.formats import Located, ShardError, open_reader
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.reading import CHUNK, SLOW_CHUNK
+from asyncloader.remote.stores import Stores
+from asyncloader.simulation.epoch_simulation import WorkerCosts
+
+MEASURED_BYTES = 4 << 20
+"""Bytes of a shard that are read, at most, if a sample ends in them."""
+
+MOST_BYTES_READ = 64 << 20
+"""Bytes that are read for the first sample, at most."""
+
+MOST_UNPACKED = 256 << 20
+"""Bytes that are decompressed, at most."""
+
+_DECODED = 32  # samples
+_LEAST_S = 0.02  # of repetitions, of which the fastest counts: others were interrupted
+_MOST_TIMES = 20
+
+T = TypeVar("T")
+
+
+class MeasuredSamples(NamedTuple):
+    """The result.
+
+    Attributes:
+        costs: of a sample.
+        sample_bytes: bytes of the object for a sample.
+        samples, nbytes: that were read.
+        uncollated: why samples cannot be collated, so that this was not measured; empty: it was.
+    """
+
+    costs: WorkerCosts
+    sample_bytes: float
+    samples: int
+    nbytes: int
+    uncollated: str
+
+
+async def measure(
+    shard: Shard, stores: Stores, decode: Callable[[Any], Any] | None, batch_size: int
+) -> MeasuredSamples | None:
+    """Measure the first samples of a shard, by CPU time, the fastest of some repetitions; None: it has none.
+
+    Args:
+        shard: of any format but Parquet.
+        stores: find its transport.
+        decode: decodes a sample; None: samples are as they are in the shard.
+        batch_size: samples that are collated.
+
+    Raises:
+        ShardError: the first sample cannot be read, or is too large.
+        TransportError: the shard cannot be read.
+        ValueError: `decode` is a coroutine function.
+        Exception: an error of `decode`.
+    """
+    if inspect.iscoroutinefunction(decode):
+        raise ValueError("decode is a coroutine function, which waits for something: give its seconds, such as 2ms")
+    chunks, receiving, whole = await _receive(shard, stores)
+    nbytes = sum(map(len, chunks))
+    found, parsing = _fastest(lambda: _parse(shard, chunks, whole=whole))
+    if not found:
+        if whole:
+            return None
+        raise ShardError(f"no sample ends in the first {nbytes:,} bytes", url=shard.url)
+    use_one_core()  # like a worker
+    packed = (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
+    used = (shard.size or nbytes) if whole else nbytes if packed else found[-1].resume
+    samples: list[Any] = [each.sample for each in found[:_DECODED]]
+    decoding = 0.0
+    with warnings.catch_warnings(action="ignore"):  # of arrays that are not writable, which a worker warns of once
+        if decode is not None:
+            samples, seconds = _fastest(lambda: [decode(dict(each.sample)) for each in found[:_DECODED]])
+            decoding = seconds / len(samples)
+        batch = [samples[number % len(samples)] for number in range(batch_size)]
+        uncollated, collating = _fastest(lambda: _collate(batch))
+    costs = WorkerCosts(receiving, parsing / nbytes, decoding, 0.0 if uncollated else collating / batch_size, packed)
+    return MeasuredSamples(costs, used / len(found), len(found), nbytes, uncollated)
+
+
+async def _receive(shard: Shard, stores: Stores) -> tuple[list[bytes], float, bool]:
+    """Return the first bytes of a shard; the CPU seconds of a byte, behind the first chunk; and whether these have
+    all samples.
+    """
+    transport, path = stores.find(shard.url)
+    reader = open_reader(shard.url, shard.format, shard=shard.mds, max_sample_bytes=MOST_UNPACKED, on_bad=_ignore)
+    chunks: list[bytes] = []
+    nbytes = samples = timed = 0
+    seconds = 0.0
+    async with aclosing(transport.stream(path, chunk_size=SLOW_CHUNK)) as stream:
+        began = process_time()
+        async for chunk in stream:
+            now = process_time()
+            if chunks:  # the first chunk came with the connection
+                seconds, timed = seconds + now - began, timed + len(chunk)
+            chunks.append(chunk)
+            nbytes += len(chunk)
+            found = _feed(reader, chunk)
+            samples += len(found)
+            over = nbytes >= (MEASURED_BYTES if samples else MOST_BYTES_READ)
+            if over or reader.done or _enough(found):
+                return chunks, seconds / max(1, timed), reader.done
+            began = process_time()
+    return chunks, seconds / max(1, timed), True
+
+
+def _parse(shard: Shard, chunks: Sequence[bytes], *, whole: bool) -> list[Located]:
+    reader = open_reader(shard.url, shard.format, shard=shard.mds, max_sample_bytes=MOST_UNPACKED, on_bad=_ignore)
+    size = SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK
+    found: list[Located] = []
+    data = b"".join(chunks)
+    for at in range(0, len(data), size):
+        found += _feed(reader, data[at : at + size])
+        if reader.done or _enough(found):
+            return found
+    return found + list(reader.end()) if whole else found
+
+
+def _ignore(_: ShardError) -> None:
+    """Pass over a bad sample, like a reader that skips it."""
+
+
+def _feed(reader: Any, chunk: bytes) -> list[Located]:
+    found = list(reader.feed(chunk))
+    while reader.pending and not _enough(found):
+        found += reader.feed(b"")
+    return found
+
+
+def _enough(found: Sequence[Located]) -> bool:
+    return bool(found) and found[-1].resume >= MOST_UNPACKED
+
+
+def _collate(batch: Sequence[Any]) -> str:
+    try:
+        default_collate(list(batch))
+    except Exception as error:  # samples of different sizes, or of types that need a function of the user's
+        return (str(error) or type(error).__name__).splitlines()[0]
+    return ""
+
+
+def _fastest(function: Callable[[], T]) -> tuple[T, float]:
+    """Return the result, and the CPU seconds of the fastest of some calls."""
+    times: list[float] = []
+    while True:
+        began = process_time()
+        found = function()
+        times.append(process_time() - began)
+        if len(times) >= _MOST_TIMES or (len(times) > 1 and sum(times) >= _LEAST_S):
+            return found, min(times)
