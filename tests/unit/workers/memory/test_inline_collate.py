@@ -97,6 +97,7 @@ def test_arrays_are_torchs(dtype: str, layout: str) -> None:
         *([1, np.int64(2)], [np.int64(1), 1], [1j, 2j], [np.zeros(2), np.zeros(3)], [np.zeros(2), np.zeros(2, "f4")]),
         *([np.zeros(2), [1, 2]], [np.zeros(2), torch.zeros(2)], [torch.zeros(2), np.zeros(2)]),
         *([np.ma.masked_array([1, 2])] * 2, [np.zeros((1, 2)), np.zeros((2, 1))], [np.zeros(2), np.zeros(2)[::-1]]),
+        *([np.zeros((1, 2)), np.zeros((1, 2))[::-1]], [np.zeros(4096), np.zeros(4096)[::-1]], [np.ones(4096)] * 2),
     ],
     ids=repr,
 )
