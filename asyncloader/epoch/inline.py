@@ -150,15 +150,21 @@ class InlineEpoch:
 
     def next_index(self) -> Any:
         """Advance a plain sampler. `EndOfData` at its end."""
-        torch_iter = self._base()
-        if torch_iter.order is None:  # an iterable dataset's index only says how many samples
-            return _pulled(torch_iter)[1]
-        return self._pull(torch_iter, self._tasks)
+        return self._pull(self._base(), self._tasks)
 
     def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
-        began = perf_counter()
-        step, index = _pulled(torch_iter)
-        time_pull(self.progress.sampler_log, self._recorder, perf_counter() - began)
+        order, began = torch_iter.order, perf_counter()
+        try:
+            step, index = torch_iter.pull()
+        except StopIteration:
+            raise EndOfData from None
+        if order is None:  # an iterable dataset's index only says how many samples
+            return index
+        seconds = perf_counter() - began
+        if order.log is None:
+            self.statistics.note_sampler(seconds)
+        else:
+            time_pull(order.log, self._recorder, seconds)
         self.progress.pulled(task, step)
         return index
 
@@ -386,13 +392,6 @@ class InlineEpoch:
         if isinstance(indices, AsyncGenerator):
             await indices.aclose()
         return error
-
-
-def _pulled(torch_iter: TorchIterator) -> tuple[int | None, Any]:
-    try:
-        return torch_iter.pull()
-    except StopIteration:
-        raise EndOfData from None
 
 
 def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder) -> DatasetReader:
