@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
@@ -38,12 +38,17 @@ from asyncloader.transports.ranges import cut_pieces, split_pieces
 if TYPE_CHECKING:
     from asyncloader.transports.cached import CachedTransport
 
+_R = TypeVar("_R")
+
 # How long the end of a read may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
 
 # Ranges of the cache up to this length are read by one system call, and the parts of a sample cut from the bytes. Of a
 # longer range each part is read by itself, which saves a copy.
 _READ_AT_ONCE = 1 << 16
+
+# Bytes between two ranges that are read to save a system call, which takes about as long as to copy 16 KiB.
+_GAP = 1 << 13
 
 # Blocks that are claimed at a time: each holds an open file.
 _MOST_CLAIMED = 32
@@ -111,31 +116,59 @@ class CachedObject(PinnedReader):
 
     @property
     def local(self) -> bool:
-        """Whether `find_local` may find something: the version that is read is known, and the cache is read."""
+        """Whether `use_local` may find something: the version that is read is known, and the cache is read."""
         return self._version is not None and self.cached.serves
 
-    def find_local(
-        self, ranges: Sequence[tuple[int, int]], files: OpenFiles
-    ) -> Iterator[tuple[bytes | OpenFile, int] | None]:
-        """Find ranges in the cache's files, without the event loop: blocks, and is called in a thread.
+    def use_local(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        use: Callable[[bytes | OpenFile, int, int, int], _R],
+        files: OpenFiles,
+    ) -> list[_R | None]:
+        """Call a function with the bytes of each range that the cache's files have, without the event loop: blocks, and
+        is called in a thread.
 
         Args:
             ranges: ``(start, length)`` pairs; quicker if they ascend.
+            use: called with bytes, the positions in them at which the range begins and ends, and its start. The bytes
+                of a long range are a file, whose slices raise EntryLost where it cannot be read. Does not return None.
             files: keeps the files that are read.
 
-        Yields:
-            For each range its bytes and their position in them, or None: the range must be read by `read_ranges`,
-            because a block of it is not cached, or cannot be read, or the object has no such range. Of a long range
-            the bytes are a file, whose slices raise EntryLost where it cannot be read.
+        Returns:
+            For each range what `use` returned, or None: the range must be read by `read_ranges`, because a block of it
+            is not cached, or cannot be read, or the object has no such range.
+
+        Raises:
+            The errors of `use`, except EntryLost.
         """
         version = self._version
+        results: list[_R | None] = [None] * len(ranges)
         if version is None or not self.cached.serves:
-            yield from [None] * len(ranges)
-            return
-        search = _Search(self, version, files)
-        # One by one: a range that was used refers to no file any more, of which `files` limits the number.
-        for start, length in ranges:
-            yield search.find(start, length)
+            return results
+        search, count = _Search(self, version, files), len(ranges)
+        # The bytes that were read last, those of the object from `low` to `high`; none yet.
+        data, low, high = b"", 0, -1
+        file: OpenFile | bytes | None = None  # has those from `begin` to `end`
+        begin, end = 0, -1
+        for number, (start, length) in enumerate(ranges, 1):
+            stop = start + length
+            try:
+                if start < low or stop > high:
+                    if start < begin or stop > end:
+                        file, begin, end = search.find(start, stop)
+                    if file is None:
+                        continue
+                    if length > _READ_AT_ONCE or isinstance(file, bytes):
+                        results[number - 1] = use(file, start - begin, stop - begin, start)
+                        continue
+                    low, high = start, stop
+                    if number < count and start <= ranges[number][0] <= stop + _GAP:
+                        high = _end_of_read(ranges, number, stop, min(end, start + _READ_AT_ONCE))
+                    data = file.read(low - begin, high - low)
+                results[number - 1] = use(data, start - low, stop - low, start)
+            except EntryLost:  # `read_ranges` deletes the file, and reads its bytes from the store
+                high = -1
+        return results
 
     async def stream_version(
         self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
@@ -319,6 +352,18 @@ class CachedObject(PinnedReader):
             return None
 
 
+def _end_of_read(ranges: Sequence[tuple[int, int]], number: int, stop: int, limit: int) -> int:
+    """Return where to end the read of a range that ends at `stop`, so that it has the following ranges, from this
+    number on, if they are near by.
+    """
+    for at in range(number, len(ranges)):
+        start, length = ranges[at]
+        if start > stop + _GAP or start + length > limit:
+            break
+        stop = max(stop, start + length)
+    return stop
+
+
 class _Search:
     """One search for ranges of a version in the cache's files."""
 
@@ -329,25 +374,29 @@ class _Search:
         self._files = files
         self._whole = files.find((self._name, None))
         self._looked = self._whole is not None  # for a file of the whole object
-        self._newest: tuple[int, OpenFile | None] = -1, None  # the last block that was looked for, and its file
 
-    def find(self, start: int, length: int) -> tuple[bytes | OpenFile, int] | None:
-        """Return bytes and the position of a range in them."""
-        if start + length > self._size:
-            return None
-        try:
-            if self._whole is None:
-                block, offset = divmod(start, BLOCK_BYTES)
-                if offset + length <= BLOCK_BYTES:
-                    file = self._find(block)
-                    if file is not None:
-                        return _read(file, offset, length)
-                elif (data := self._join(split_range(start, length))) is not None:
-                    return data, 0
-            # It may have been found just now.
-            return None if self._whole is None else _read(self._whole, start, length)
-        except EntryLost:  # `read_ranges` deletes the file, and reads its bytes from the store
-            return None
+    def find(self, start: int, stop: int) -> tuple[bytes | OpenFile | None, int, int]:
+        """Return what has the object's bytes from `start` to `stop`, and from where to where it has them; None: no file
+        has these bytes.
+
+        Raises:
+            EntryLost: a file cannot be read.
+        """
+        if stop > self._size:
+            return None, start, stop
+        if self._whole is None:
+            block = start // BLOCK_BYTES
+            begin = block * BLOCK_BYTES
+            if stop > begin + BLOCK_BYTES:
+                data = self._join(split_range(start, stop - start))
+                if data is not None:
+                    return data, start, stop
+            else:
+                file = self._find(block)
+                if self._whole is None:
+                    return file, begin, min(begin + BLOCK_BYTES, self._size)
+        # It may have been found just now.
+        return (None, start, stop) if self._whole is None else (self._whole, 0, self._size)
 
     def _join(self, pieces: Sequence[Piece]) -> bytes | None:
         parts: list[bytes] = []
@@ -360,8 +409,6 @@ class _Search:
 
     def _find(self, block: int) -> OpenFile | None:
         """Return a block's file. If it is not open yet, a file of the whole object is looked for first."""
-        if block == self._newest[0]:
-            return self._newest[1]
         name = (self._name, block)
         file = self._files.find(name)
         try:
@@ -373,12 +420,7 @@ class _Search:
                 file = self._files.open(name, partial(self._blocks.open_block, block))
         except (OSError, ValueError):
             pass  # `read_ranges` has the same error, and decides what it means
-        self._newest = block, file
         return file
-
-
-def _read(file: OpenFile, start: int, length: int) -> tuple[bytes | OpenFile, int]:
-    return (file, start) if length > _READ_AT_ONCE else (file.read(start, length), 0)
 
 
 class _Reading:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from struct import Struct
 from typing import Any, Protocol, TypeAlias
 from zlib import adler32
 
 from asyncloader.formats.base import Sample, base_name
-from asyncloader.formats.mds import MdsShard, mds_encoding
-from asyncloader.formats.tar import BLOCK, MAX_META_BYTES, split_name
+from asyncloader.formats.mds import RAW, MdsShard, mds_encoding
+from asyncloader.formats.tar import BLOCK, MAX_META_BYTES
 from asyncloader.formats.tfrecord import crc32c, mask_crc
 
 
@@ -33,8 +34,10 @@ class SampleSlices(Protocol):
 ReadWhole: TypeAlias = Callable[[SampleSlices, int, int, int], Sample | None]
 """Called with a source, the positions in it at which a sample's bytes begin and end, and their offset in the shard."""
 
-_HEADER = Struct("100s24x12s12x8sc100x8s80x155s12x")  # name, size, checksum, type, magic, prefix
+# Name, size, what ends the size, checksum, type, magic, prefix.
+_HEADER = Struct("100s24x11sc12x8sc100x8s80x155s12x")
 _HALF = BLOCK // 2
+_FILES = frozenset((b"0", b"\0"))
 _AFTER_CHECKSUM = frozenset((b"\0 ", b" \0", b"\0\0", b"  "))
 _AFTER_SIZE = frozenset((b"\0", b" "))
 _RECORD = Struct("<QI")
@@ -48,60 +51,74 @@ def tar_samples(url: str) -> ReadWhole:
 
     def read(source: SampleSlices, at: int, end: int, _: int) -> Sample | None:
         sample: Sample | None = None
-        stem = ""  # of the sample's names, up to the field
+        stem = b""  # of the sample's names, up to the field
         extended = False
         while at < end:
             if end - at < BLOCK:
                 return None
-            name, size, stated, kind, magic, prefix = _HEADER.unpack(header := source[at : at + BLOCK])
-            digits = stated[:6]
-            if not (
-                digits.isdigit() and stated[6:] in _AFTER_CHECKSUM and size[:11].isdigit() and size[11:] in _AFTER_SIZE
-            ):
+            name, size, after, stated, kind, magic, prefix = _HEADER.unpack(header := source[at : at + BLOCK])
+            if _sum(header) != _stated_sum(stated) or not size.isdigit() or after not in _AFTER_SIZE:
                 return None
-            begin = at + BLOCK
-            # As in `TarReader`: the exact sum of the bytes, with the checksum's own eight as spaces.
-            total = (adler32(header[:_HALF], 0) & 0xFFFF) + (adler32(header[_HALF:], 0) & 0xFFFF)
             try:
-                if int(digits, 8) != total - (adler32(stated, 0) & 0xFFFF) + 8 * 32:
-                    return None
-                length = int(size[:11], 8)
+                length = int(size, 8)
             except ValueError:  # an 8 or a 9
                 return None
+            begin = at + BLOCK
             stop = begin + length
             at = stop + -length % BLOCK
             if at > end:
                 return None
-            if kind == b"x":
-                if length > MAX_META_BYTES or not _changes_nothing(source[begin:stop]):
+            if kind not in _FILES:
+                if kind != b"x" or length > MAX_META_BYTES or not _changes_nothing(source[begin:stop]):
                     return None
                 extended = True
                 continue
-            if kind not in (b"0", b"\0"):
-                return None
             extended = False
             path = name.partition(b"\0")[0]
             if prefix[0] and magic[:6] == b"ustar\0":
                 path = prefix.partition(b"\0")[0] + b"/" + path
-            text = path.decode("utf-8", "surrogateescape")
             if sample is None:
-                split = split_name(text)
+                base = path.rfind(b"/") + 1
+                dot = path.find(b".", base)
                 # Further names with these underscores may be metadata without a folder.
-                if split is None or text.startswith("__"):
+                if dot <= base or path.startswith(b"__"):
                     return None
-                key, field = split
-                stem = f"{key}."
-                sample = {"__key__": key, "__url__": url}
-            else:
-                field = text[len(stem) :].lower()
-                if not text.startswith(stem) or "/" in field:
-                    return None
+                stem = path[: dot + 1]
+                sample = {"__key__": path[:dot].decode("utf-8", "surrogateescape"), "__url__": url}
+            elif not path.startswith(stem) or b"/" in path[len(stem) :]:
+                return None
+            field = _field(path[len(stem) :])
             if field in sample:
                 return None
             sample[field] = source[begin:stop]
         return None if extended else sample
 
     return read
+
+
+def _sum(header: bytes) -> int:
+    """Return the sum of a header's bytes, which the lower half of Adler-32 is up to 65,520: that of 512 bytes of ASCII,
+    or of 256 bytes.
+    """
+    if header.isascii():
+        return adler32(header, 0) & 0xFFFF
+    return (adler32(header[:_HALF], 0) & 0xFFFF) + (adler32(header[_HALF:], 0) & 0xFFFF)
+
+
+@lru_cache(maxsize=1 << 12)  # members of a shard have few different sums
+def _stated_sum(field: bytes) -> int:
+    """Return the sum of all bytes of the header with this checksum, which counts its own eight bytes as spaces; -1 if
+    it is written in an unusual way.
+    """
+    digits = field[:6]
+    if not digits.isdigit() or field[6:] not in _AFTER_CHECKSUM or digits.strip(b"01234567"):
+        return -1
+    return int(digits, 8) + sum(field) - 8 * ord(" ")
+
+
+@lru_cache(maxsize=1 << 8)  # and few different fields
+def _field(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape").lower()
 
 
 def _changes_nothing(records: bytes) -> bool:
@@ -124,7 +141,10 @@ def _changes_nothing(records: bytes) -> bool:
 def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
     """Return the function that reads samples like an `MdsReader`."""
     name = base_name(url)
-    columns = [(column.name, column.size, mds_encoding(column.encoding).decode) for column in shard.columns]
+    columns = [
+        (column.name, column.size, None if column.encoding in RAW else mds_encoding(column.encoding).decode)
+        for column in shard.columns
+    ]
     sizes = Struct(f"<{sum(column.size is None for column in shard.columns)}I")
     fixed = sizes.size + sum(column.size or 0 for column in shard.columns)
 
@@ -140,7 +160,7 @@ def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
         try:
             for column, size, decode in columns:
                 stop = at + (next(lengths) if size is None else size)
-                fields[column] = decode(source[at:stop])
+                fields[column] = source[at:stop] if decode is None else decode(source[at:stop])
                 at = stop
         except (ValueError, ArithmeticError, RecursionError):
             return None

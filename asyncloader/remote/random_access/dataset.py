@@ -180,7 +180,7 @@ class RemoteMapDataset(Dataset[Any]):
         """
         await self.prepare()
         count = len(self)
-        asked = [as_index(each) for each in indices]
+        asked = list(map(as_index, indices))
         if not asked:
             return []
         if min(asked) < -count or max(asked) >= count:

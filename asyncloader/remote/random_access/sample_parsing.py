@@ -43,19 +43,19 @@ class SampleParser:
             )
         return json_lines(url), lambda start: JsonlReader(url, start=start, max_sample_bytes=most)
 
-    def parse(self, source: SampleSlices, at: int, length: int, start: int) -> Sample:
+    def parse(self, source: SampleSlices, at: int, end: int, start: int) -> Sample:
         """Return the sample in these bytes.
 
         Args:
             source: has them.
-            at: their position in `source`.
-            length: of them: from the end of the sample before to the end of this sample.
+            at: their position in `source`: where the sample before ends.
+            end: where this sample ends.
             start: their offset in the shard, after decompression.
 
         Raises:
             ShardError: they are no sample, or more.
         """
-        end = at + length
+        length = end - at
         # The members, lines or records of a sample are not larger than its bytes, so they are within the limit, too.
         if length <= self._max and (sample := self._whole(source, at, end, start)) is not None:
             return sample

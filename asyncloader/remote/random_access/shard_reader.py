@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +34,6 @@ from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectInfo, PinnedReader, RangeOutOfBounds, plan_ranges
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.open_files import OpenFiles
 from asyncloader.transports.pinned import PinnedObject
@@ -54,6 +55,9 @@ DECODED_AT_ONCE = 4
 
 UNUSED_S = 2.0
 """Time after which a file of the cache that is not read is no longer kept open."""
+
+
+_LENGTH = itemgetter(1)  # of a sample's start and length
 
 
 class _OpenShard:
@@ -185,10 +189,10 @@ class ShardsReader:
         shards = np.searchsorted(starts, ascending, side="right") - 1
         inside = ascending - starts[shards]
         places = order.tolist()
-        firsts = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
+        edges = [0, *(np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist(), len(numbers)]
         return [
             _Group(self._opened(int(shards[first])), inside[first:stop], places[first:stop])
-            for first, stop in zip(firsts, [*firsts[1:], len(numbers)], strict=True)
+            for first, stop in pairwise(edges)
         ]
 
     # --- from files of the cache
@@ -217,24 +221,14 @@ class ShardsReader:
         for group, spans in groups:
             opened = group.opened
             assert opened.cached is not None
-            if max(length for _, length in spans) > self._max:
+            if max(map(_LENGTH, spans)) > self._max:
                 results.append((group, 0))  # its error does not need the bytes
                 continue
-            parse = opened.parser.parse
-            left: list[int] = []
-            nbytes = 0
-            found = opened.cached.find_local(spans, self._kept)
-            for number, (place, span, where) in enumerate(zip(group.places, spans, found, strict=True)):
-                if where is None:
-                    left.append(number)
-                    continue
-                start, length = span
-                try:
-                    samples[place] = parse(where[0], where[1], length, start)
-                except EntryLost:
-                    left.append(number)
-                else:
-                    nbytes += length
+            found = opened.cached.use_local(spans, opened.parser.parse, self._kept)
+            for place, sample in zip(group.places, found, strict=True):
+                samples[place] = sample
+            left = [number for number, sample in enumerate(found) if sample is None]
+            nbytes = sum(map(_LENGTH, spans)) - sum(spans[number][1] for number in left)
             rest = _Group(opened, group.samples[left], [group.places[each] for each in left]) if left else None
             results.append((rest, nbytes))
         return results

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from asyncloader.transports import open_files
-from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cache_layout import BLOCK_BYTES, hash_key
 from asyncloader.transports.cached_object import CachedObject
-from asyncloader.transports.open_files import OpenFiles
+from asyncloader.transports.open_files import OpenFile, OpenFiles
 from tests.unit.transports.cache_subject import DATA, file_of, opened, put
 from tests.unit.transports.cached_subject import Asked, around, files
 
@@ -25,9 +24,11 @@ RANGES = [(5, 100), (BLOCK_BYTES - 10, 20), (2 * BLOCK_BYTES, 9), (3 * BLOCK_BYT
 
 
 def found_in(reader: CachedObject, kept: OpenFiles, ranges: list[tuple[int, int]]) -> list[bytes | None]:
-    found = reader.find_local(ranges, kept)
-    pairs = zip(found, ranges, strict=True)
-    return [None if each is None else each[0][each[1] : each[1] + length] for each, (_, length) in pairs]
+    def use(source: bytes | OpenFile, at: int, end: int, start: int) -> bytes:
+        assert (start, end - at) in ranges
+        return source[at:end]
+
+    return reader.use_local(ranges, use, kept)
 
 
 def read(kept: OpenFiles, folder: Path, url: str) -> bytes | None:
@@ -150,13 +151,7 @@ async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, whole: bool, 
         (path,) = [each for each in files(tmp_path) if each.stat().st_size > BLOCK_BYTES]
         os.truncate(path, left)
         expected = [LARGE[start : start + size] if start + size <= left else None for start, size in ranges]
-        found = list[bytes | None]()
-        for (_, size), where in zip(ranges, reader.find_local(ranges, kept), strict=True):
-            try:
-                found.append(None if where is None else where[0][where[1] : where[1] + size])
-            except EntryLost:
-                found.append(None)
-        assert found == expected
+        assert found_in(reader, kept, ranges) == expected
         assert list(await reader.read_ranges(ranges)) == [LARGE[start : start + size] for start, size in ranges]
 
 
@@ -171,6 +166,5 @@ async def test_many_blocks_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert isinstance(reader, CachedObject)
         await reader.read_ranges(ranges)
         before = descriptors()
-        for found in reader.find_local(ranges, kept):
-            assert found is not None
-            assert descriptors() <= before + 6
+        found = reader.use_local(ranges, lambda *_: descriptors(), kept)
+        assert all(each is not None and each <= before + 6 for each in found)
