@@ -26,8 +26,8 @@ from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
-from asyncloader.options.auto_setting import set_later
-from asyncloader.options.auto_workers import AUTO
+from asyncloader.options.auto_setting import SETTABLE, set_later
+from asyncloader.options.auto_value import AUTO
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -152,7 +152,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             return
         if name == "num_workers":
             _check_auto(value, self._spec._asyncloader_options.seed)
-            value = set_later(self._spec, value)
+        if name in SETTABLE:
+            value = set_later(self._spec, name, value)
         try:
             setattr(self._spec, name, value)
         except ValueError as error:  # torch forbids setting this attribute

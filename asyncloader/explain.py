@@ -82,9 +82,14 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.ring_copies} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
-    if config.auto is not None:
+    chosen = {
+        "num_workers": config.auto,
+        "prefetch_factor": config.auto_prefetch,
+        "concurrency": config.auto_concurrency,
+    }
+    for option, auto in chosen.items():
         # A copy, in one step: the loop's thread may add to them.
-        lines += [f"num_workers: {words}" for words in list(config.auto.decisions)]
+        lines += [] if auto is None else [f"{option}: {words}" for words in list(auto.decisions)]
     lines += _waiting(statistics)
     lines += [] if statistics.watch is None else statistics.watch.lines()
     lines.append(diagnose_run(spec, statistics).text)
@@ -109,7 +114,8 @@ def _workers(config: EpochConfig) -> str:
         where = f"at {config.dataset.service.url}"
     else:
         where = "in threads" if method == THREADS else f"by {method}"
-    return f"{config.num_workers} workers {where}, {keep}, {config.credits} batches ahead each, {kind} dataset"
+    ahead = config.credits if config.auto_prefetch is None else config.prefetch_factor
+    return f"{config.num_workers} workers {where}, {keep}, {ahead} batches ahead each, {kind} dataset"
 
 
 def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:

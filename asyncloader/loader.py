@@ -24,7 +24,7 @@ from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
 from asyncloader.never_iterated import warn_if_replaced
-from asyncloader.options.auto_setting import set_later
+from asyncloader.options.auto_setting import SETTABLE, set_later
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
@@ -422,8 +422,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
             raise ValueError(fixed_option(name))
-        if name == "num_workers" and "_asyncloader_options" in vars(self):
-            value = set_later(self, value)
+        if name in SETTABLE and "_asyncloader_options" in vars(self):
+            value = set_later(self, name, value)
         super().__setattr__(name, value)
 
     @property

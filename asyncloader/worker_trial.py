@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
-from asyncloader.options.auto_workers import AutoWorkers, number_of
+from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
@@ -55,7 +55,7 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
             return
     auto.decisions.extend(trial.decisions)
     auto.tuner = trial.tuner
-    auto.decisions.append(f"has {number_of(auto)}, after a trial of {perf_counter() - began:.1f} s")
+    auto.decisions.append(f"has {auto.number}, after a trial of {perf_counter() - began:.1f} s")
     _log.info('num_workers="auto" %s', auto.decisions[-1])
 
 
@@ -64,6 +64,7 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
     from asyncloader.loader import DataLoader
 
     ours, collate = spec._asyncloader_options, spec.collate_fn
+    in_flight: Any = ours.concurrency  # "auto" becomes a choice of the trial's own
     batched = spec.batch_size is not None or spec.batch_sampler is not None
     size = spec.batch_size or getattr(spec.batch_sampler, "batch_size", None)
     with warn_only_of(()):
@@ -81,7 +82,7 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
             seed=_SEED,
             rank=0,
             world_size=1,
-            concurrency=ours.concurrency,
+            concurrency=in_flight,
             decode=ours.decode,
             on_error=ours.on_error if ours.on_error != "refill" else "skip",
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),

@@ -21,10 +21,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
-from asyncloader.process_hooks import at_exit
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.held_tasks import HeldTasks
@@ -32,10 +31,10 @@ from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Listener
 from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
-from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring import install_fork_hook
 from asyncloader.workers.source import WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
+from asyncloader.workers.stopping import stop_at_exit
 from asyncloader.workers.watchdog import TaskWatchdog
 
 _DEATH_SECONDS = 2.0
@@ -83,6 +82,9 @@ class WorkerPool:
         # delays the tasks behind it, which must not be blamed.
         self._all_at_once = concurrent and not setup.fetch_threads and not setup.iterable
         self.epoch = 0
+        self.ahead: int | None = None
+        """Tasks that any worker may have outstanding, however small batches are; None: as many as the rings allow."""
+        self._in_flight = self._made_with = setup.concurrency  # samples that each worker awaits at a time
         self._source = source
         self._worker_timeout = worker_timeout
         self._watchdog: TaskWatchdog | None = None
@@ -257,6 +259,8 @@ class WorkerPool:
 
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
         process.listen(loop, partial(self._on_readable, process), partial(self._on_death, process))
+        if self._in_flight != self._made_with:  # it may be a new worker
+            self._send(process, wire.pack_limit(self._in_flight))
         if self._watchdog is not None:
             self._watchdog.starts(process.worker_id)
         if process.saved_rng_state is not None:  # it announced in the epoch before that it leaves
@@ -288,7 +292,13 @@ class WorkerPool:
 
     @property
     def credits(self) -> int:
-        """Tasks that any worker may have outstanding, limited by the memory of its ring."""
+        """Tasks that any worker may have outstanding: `ahead`, limited by the memory of its ring."""
+        rings = min([manager.credits for manager in self.rings])
+        return rings if self.ahead is None or self.ahead > rings else self.ahead
+
+    @property
+    def ring_credits(self) -> int:
+        """Tasks for which the memory of each ring suffices."""
         return min([manager.credits for manager in self.rings])
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
@@ -329,6 +339,18 @@ class WorkerPool:
         if self._statistics is not None and self._statistics.trace is not None:
             sent = -sent  # asks for the task's spans
         self._send(process, wire.pack_task(epoch, seq, slot, number, sent, packed))
+
+    def limit(self, samples: int) -> None:
+        """Have each worker await this many samples at a time from now on, those that will be made included. In the
+        loop's thread, while attached.
+        """
+        if samples == self._in_flight:
+            return
+        self._in_flight = samples
+        frame = wire.pack_limit(samples)
+        for process in self.processes:
+            if process.worker_id not in self._vacant:
+                self._send(process, frame)
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""
@@ -461,8 +483,8 @@ class WorkerPool:
                 self.stop()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # `exiting` is a default argument because the module's names may be gone by then. At exit `_stop_all` ends the
-        # workers. `_stopped` is missing if `__init__` raised early: then no process was made.
+        # `exiting` is a default argument because the module's names may be gone by then. At exit `stop_all_pools` ends
+        # the workers. `_stopped` is missing if `__init__` raised early: then no process was made.
         if not exiting() and not getattr(self, "_stopped", True):
             self.stop_soon()
 
@@ -507,42 +529,3 @@ class WorkerPool:
             # There may be more workers than at the beginning, or fewer.
             options = self._ring_options._replace(workers=len(self.rings))
             kept.keep(options, [manager.successor() for manager in self.rings])
-
-
-class Stoppable(Protocol):
-    """The methods of a pool that the exit hook calls."""
-
-    def detach(self) -> None:
-        """Stop listening."""
-        ...
-
-    def request_stop(self) -> None:
-        """Ask all workers to end, without waiting."""
-        ...
-
-    def stop(self) -> None:
-        """Wait until they have ended."""
-        ...
-
-
-_pools: LiveObjects[Stoppable] = LiveObjects()
-
-
-def stop_at_exit(pool: Stoppable) -> None:
-    """Stop this pool at exit, if it still exists."""
-    # Before multiprocessing's own hook, which would end the workers, its daemonic children, by SIGTERM.
-    at_exit(stop_all_pools)
-    _pools.add(pool)
-
-
-def stop_all_pools() -> None:
-    """Stop all pools of this process, and wait for that: a hook for `at_exit`."""
-    pools = list(_pools)
-    # All are asked before the first is waited for, so that their workers end at the same time.
-    for pool in pools:
-        # A pool that cannot be asked is ended below, like the others.
-        with contextlib.suppress(Exception):
-            pool.detach()
-            pool.request_stop()
-    for pool in pools:
-        pool.stop()  # also waits for a `stop` in progress

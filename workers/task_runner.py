@@ -296,6 +296,8 @@ class TaskRunner:
                 _log.warning("worker %d cannot use its ring, and is slower without it: %s", self.worker_id, error)
         elif kind == wire.TRIM and self._ring is not None and wire.unpack_trim(body)[0] == self._ring_number:
             self._ring.trim(wire.unpack_trim(body)[1])
+        elif kind == wire.LIMIT and self._reader is not None:  # else tasks are answered with the start's error
+            self._reader.limit(wire.unpack_limit(body))
         elif kind == wire.RESET:
             self._reset(body)
         elif kind == wire.ASSIGNMENT:
@@ -317,9 +319,8 @@ class TaskRunner:
         """Whether this worker exceeds its memory limit and should leave instead of carrying out the task just received.
         It leaves only on a task: after the epoch's end the main process would not take over its RNG state.
         """
-        if self._private_memory is None or self._ended or not self._worked:
-            return False
-        if self._private_memory.growth() <= self._memory_limit:
+        memory = self._private_memory
+        if memory is None or self._ended or not self._worked or memory.growth() <= self._memory_limit:
             return False
         # If no other worker could continue its stream, this worker must go on.
         return self._setup.replays or (self._reader is not None and self._reader.can_resume)

@@ -17,7 +17,8 @@ import torch
 from asyncloader.benchmarking.arrival_times import ArrivalTimes, Rate
 from asyncloader.epoch.run_reading import run_of
 from asyncloader.loader import DataLoader
-from asyncloader.options.auto_workers import AutoWorkers, number_of
+from asyncloader.options.auto_value import number_of
+from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.clone import constructor_arguments, made_from
 from asyncloader.options.declaration import OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
@@ -44,9 +45,9 @@ def look(make: Callable[[], Any]) -> dict[str, Any]:
         **found,
         "workers": number_of(loader.num_workers),
         "auto": auto,
-        "prefetch": loader.prefetch_factor,
+        "prefetch": number_of(loader.prefetch_factor),
         "persistent": loader.persistent_workers,
-        "concurrency": None if options is None else options.concurrency,
+        "concurrency": None if options is None else number_of(options.concurrency),
         "asynchronous": is_async_dataset(loader.dataset),
         "context": loader.multiprocessing_context is not None,
         "assigned": assigns_shards(loader.dataset),
@@ -166,7 +167,7 @@ def _count_ready(loader: torch.utils.data.DataLoader[Any]) -> tuple[int, int]:
     """Return the number of batches that may be ready when the first is taken, and the number of workers."""
     workers = number_of(loader.num_workers)
     if not isinstance(loader, LoaderSpec):
-        return workers * (loader.prefetch_factor or 0), workers
+        return workers * (number_of(loader.prefetch_factor) or 0), workers
     return max(1, workers) * EpochConfig.of(loader).credits, workers
 
 

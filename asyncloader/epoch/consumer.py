@@ -49,11 +49,14 @@ from asyncloader.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from asyncloader.delivery.device_stage import DeviceStage
     from asyncloader.delivery.transfer import DeviceTransfer
+    from asyncloader.epoch.tuning import EpochTuning
     from asyncloader.epoch.worker_count import WorkerCount
 
 NO_BATCH: Final[Any] = object()
 """Returned instead of a batch whose samples were all dropped: take the next item."""
 
+
+_CATCHING_UP = 4  # indices that are taken ahead with a delivery, until there are as many as may ever be needed
 
 # The steps of a delivery, in order.
 _BEGUN, _OPENING, _OPENED, _RELEASED, _PULLED, _ADVANCED, _COUNTED, _DONE = range(8)
@@ -109,6 +112,8 @@ class Consumer:
         self._begun = begun
         self._run = statistics.epochs  # number of the iterator, in traces
         self._workers = statistics.num_workers = config.num_workers
+        # Indices that are still to be taken ahead, some with each delivery: by a number that depends on no timing.
+        self._behind = (config.credits - config.first_credits) * config.num_workers
         self._short = 0  # indices that must be taken besides, because there are more workers
         self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
@@ -128,7 +133,7 @@ class Consumer:
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
         self._adapts = config.reorder_window > 0 or config.credits > config.least_credits
-        self.offers = self._prime(config.credits * config.num_workers + config.reorder_window)
+        self.offers = self._prime(config.first_credits * config.num_workers + config.reorder_window)
         """Indices taken before the first batch; in torch mode the number that torch takes."""
 
     @property
@@ -194,6 +199,7 @@ class Consumer:
         # A stage frees slots by itself, in its own thread.
         pool.held.wanted = self._stage is None
         indices = None if self._source is None else self._source.read(self._progress)
+        count, tuning = self._tuned(pool)
         pipeline = Pipeline(
             pool,
             self._scheduler,
@@ -206,20 +212,36 @@ class Consumer:
             stateful=self._config.stateful,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
-            count=None if self._config.auto is None else self._worker_count(),
+            count=count,
+            tuning=tuning,
             statistics=self._statistics,
         )
         # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.
         self._notices = pipeline.notices
         return pipeline
 
-    def _worker_count(self) -> WorkerCount | None:
+    def _tuned(self, pool: WorkerPool) -> tuple[WorkerCount | None, EpochTuning | None]:
+        """What changes the settings that are the loader's to choose while the epoch runs."""
         config = self._config
-        if config.auto is None or not config.tunes:
-            return None
-        from asyncloader.epoch.worker_count import WorkerCount  # late: few loaders choose their number
+        if not config.tunes and config.auto_concurrency is None and config.auto_prefetch is None:
+            return None, None
+        # Late: few loaders choose their settings.
+        from asyncloader.epoch.tuned_settings import Concurrency, Prefetch
+        from asyncloader.epoch.tuning import EpochTuning, TunedSetting
+        from asyncloader.epoch.worker_count import WorkerCount
 
-        return WorkerCount(config.auto, config, self._statistics)
+        settings: list[TunedSetting] = []
+        count = None
+        if config.tunes and config.auto is not None:
+            count = WorkerCount(config.auto)
+            settings.append(count)
+        if config.auto_concurrency is not None:
+            settings.append(Concurrency(config.auto_concurrency, pool.limit))
+        if config.auto_prefetch is not None:
+            settings.append(Prefetch(config.auto_prefetch, pool, self._statistics))
+            pool.ahead = config.auto_prefetch.number  # before the first tasks, also where another iterator changes it
+        workers = None if count is None else lambda: count.value
+        return count, EpochTuning(settings, config, self._statistics, workers)
 
     async def end_stage(self) -> None:
         """Let the stage finish its current batch and end, without blocking the loop. It ends even if this is
@@ -373,6 +395,9 @@ class Consumer:
         error, offer, left = delivery.error, NOTHING, self._tasks - self._taken - 1
         if self._reads:
             try:
+                if self._behind:
+                    step = min(_CATCHING_UP, self._behind)
+                    self._short, self._behind = self._short + step, self._behind - step
                 if self._short:
                     self._pull_more(left)
                 offer = self._pull(left)
@@ -484,8 +509,10 @@ class Consumer:
                 continue
             if isinstance(notice, Resized):
                 self._workers = self._statistics.num_workers = notice.workers
-                wanted = self._config.credits * notice.workers + self._config.reorder_window
+                wanted = self._config.first_credits * notice.workers + self._config.reorder_window
                 self._short = max(0, wanted - (self._tasks - self._taken))
+                wanted += (self._config.credits - self._config.first_credits) * notice.workers
+                self._behind = max(0, wanted - self._short - (self._tasks - self._taken))
                 continue
             if notice.left:
                 self._statistics.worker_retirements += 1

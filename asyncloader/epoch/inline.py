@@ -51,6 +51,7 @@ from asyncloader.workers.processor_use import thread_delay
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import Ready
+    from asyncloader.epoch.tuning import EpochTuning
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -125,9 +126,23 @@ class InlineEpoch:
             # reader.
             progress.live = weakref.WeakMethod(self.reader.live_cursor)
         self.context = self.reader.context()
+        self._tuning = self._tuned()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
         if self.reader.asynchronous and not config.iterable:
             self.prefetcher = BatchPrefetcher(self.reader, self.context, config.credits)
+
+    def _tuned(self) -> EpochTuning | None:
+        """What changes the settings that are the loader's to choose while the epoch runs."""
+        auto = self._config.auto_concurrency
+        if auto is None:
+            return None
+        # Late: few loaders choose their settings.
+        from asyncloader.epoch.tuned_settings import Concurrency
+        from asyncloader.epoch.tuning import EpochTuning
+
+        tuning = EpochTuning([Concurrency(auto, self.reader.limit)], self._config, self.statistics)
+        tuning.start()
+        return tuning
 
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""
@@ -321,6 +336,8 @@ class InlineEpoch:
             self._delivered = True
             self.statistics.first_batch(self._begun)
         self.statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
+        if self._tuning is not None:
+            self._tuning.delivered()
         if trace is not None:
             trace.delivered(self._run, self._tasks - 1, -1, ready - waited, ready, None, -1, 0)
         return batch
@@ -362,6 +379,8 @@ class InlineEpoch:
 
     def finish(self) -> None:
         """Record that the consumer sees the end of the epoch."""
+        if self._tuning is not None:
+            self._tuning.close()
         self.progress.ends[0] = self.reader.last_cursor()
         self.progress.finish()
 

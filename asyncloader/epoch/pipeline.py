@@ -60,6 +60,7 @@ from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
 
 if TYPE_CHECKING:
+    from asyncloader.epoch.tuning import EpochTuning
     from asyncloader.epoch.worker_count import WorkerCount
     from asyncloader.remote.assignment import Reply, ShardAssigner
 
@@ -89,7 +90,7 @@ class Pipeline(Listener):
         stateful: whether the dataset has a state of its own.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
-        count: changes the number of workers; None: it stays.
+        count, tuning: change the number of workers, and all settings that change in the epoch; None: they stay.
         statistics: the loader's counters; default: counters that are never read.
     """
 
@@ -108,13 +109,14 @@ class Pipeline(Listener):
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
         count: WorkerCount | None = None,
+        tuning: EpochTuning | None = None,
         statistics: Statistics | None = None,
     ) -> None:
         # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
         # iterator, which the loop must not keep alive.
         self._ends = {} if ends is None else ends
         self._adapts = adapts
-        self._count = count
+        self._count, self._tuning = count, tuning
         self._statistics = Statistics() if statistics is None else statistics
         self._at_nodes = pool.start_method == "service"
         # Two workers must make the same batch of a task: `loss` says where they would not.
@@ -184,9 +186,11 @@ class Pipeline(Listener):
         self._offers.extend(offers)
         self._handle(Started())
         # An error in `_handle` may have closed the pipeline just before this line.
-        if self._count is not None and not self._closed:
-            parts = self._pool, self._scheduler, self._respawner
-            self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
+        if self._tuning is not None and not self._closed:
+            if self._count is not None:
+                parts = self._pool, self._scheduler, self._respawner
+                self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
+            self._tuning.start()
 
     def advance(self, seq: int, offer: Any) -> None:
         """Take note that `seq` was delivered, and of the sampler's `offer` (or `ENDED`, `NOTHING`). Idempotent."""
@@ -197,8 +201,8 @@ class Pipeline(Listener):
             self._offers += offer if offer.__class__ is MoreOffers else (offer,)
         try:
             self._carry_out(self._scheduler.delivered(seq))
-            if self._count is not None:
-                self._count.delivered()
+            if self._tuning is not None:
+                self._tuning.delivered()
             if self._late_tasks is not None:
                 self._mind_late()
             if self._offers and self._allowed:
@@ -234,8 +238,8 @@ class Pipeline(Listener):
             self._late_tasks.close()
         # Before the pool is detached: a process that is made from now on is discarded, not adopted.
         self._respawner.close()
-        if self._count is not None:
-            self._count.close()
+        if self._tuning is not None:
+            self._tuning.close()
         self._pool.detach()
         # The slots of these batches would never be freed otherwise.
         for held in self._scheduler.abandon():

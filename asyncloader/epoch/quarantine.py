@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from asyncloader.epoch.scheduler import quarantined
+from asyncloader.epoch.reassignment import quarantined
 from asyncloader.errors import TaskQuarantined
 from asyncloader.events import Poisoned, PositionedIndex, bare_index
 from asyncloader.options.declaration import OnError

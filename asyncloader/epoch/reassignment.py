@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from asyncloader.errors import WorkerDied
-from asyncloader.events import Died
+from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied
+from asyncloader.events import Died, Poisoned, bare_index
 
 # Not two, which could still hit an innocent task by chance.
 KILLS = 3
@@ -170,3 +170,11 @@ class Reassignment:
     def in_hand(self, worker: int, unanswered: int) -> int:
         """How many of its unanswered tasks the worker was sent."""
         return unanswered - len(self._waiting[worker])
+
+
+def quarantined(poisoned: Poisoned, advice: str = QUARANTINE_ADVICE) -> TaskQuarantined:
+    """The error for a task that is not tried again."""
+    deaths: tuple[WorkerDied, ...] = poisoned.deaths
+    who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
+    advice = " ".join(filter(None, [deaths[-1].reason, advice]))
+    return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace, advice)

@@ -16,7 +16,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   by an earlier batch, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a
   slow consumer still stops all workers.
 * Iterable datasets have no sampler: the scheduler offers itself one task per credit, and one more when a worker's
-  copy of the dataset ends (the tasks that this worker still had are void).
+  copy of the dataset ends (the tasks that this worker still had are void). `StreamTasks` follows credits that change.
 * Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
@@ -32,10 +32,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from asyncloader.epoch.reassignment import Reassignment
+from asyncloader.epoch.reassignment import Reassignment, quarantined
 from asyncloader.epoch.reorder import ReorderBuffer
+from asyncloader.epoch.stream_tasks import StreamTasks
 from asyncloader.epoch.worker_choice import WorkerChoice
-from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied, shortened
+from asyncloader.errors import shortened
 from asyncloader.events import (
     Action,
     Assign,
@@ -124,6 +125,7 @@ class Scheduler:
         self._second: dict[int, int | None] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
+        self._stream_tasks = StreamTasks(credits)
         self._recovery = Reassignment(
             workers,
             max_restarts,
@@ -227,6 +229,7 @@ class Scheduler:
         count = self.credits * self.workers
         if not self.iterable:
             return self._pull(count)
+        self._stream_tasks.begin(self.credits)
         return [action for _ in range(count) for action in self.offered(None)]
 
     def _joined(self, worker: int, *, gone: bool) -> list[Action]:
@@ -400,7 +403,8 @@ class Scheduler:
         if self._choice is not None and self._load[worker] == self._share - 1:
             self._choice.enter(worker)
         if self.iterable:
-            return self.offered(None) + self._finish_if_done()
+            due = self._stream_tasks.due(self.credits, sum(self._active), len(self._owner))
+            return [action for _ in range(due) for action in self.offered(None)] + self._finish_if_done()
         if self._offers_ended:
             return self._finish_if_done()
         if self.assignment == "least_loaded":
@@ -541,11 +545,3 @@ class Scheduler:
             return []
         self.over = True
         return [Finish()]
-
-
-def quarantined(poisoned: Poisoned, advice: str = QUARANTINE_ADVICE) -> TaskQuarantined:
-    """The error for a task that is not tried again."""
-    deaths: tuple[WorkerDied, ...] = poisoned.deaths
-    who = [(death.worker_id, death.pid, death.exitcode) for death in deaths]
-    advice = " ".join(filter(None, [deaths[-1].reason, advice]))
-    return TaskQuarantined(bare_index(poisoned.task.index), who, deaths[-1].trace, advice)

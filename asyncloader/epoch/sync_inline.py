@@ -38,7 +38,7 @@ from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_ex
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
-from asyncloader.workers.pool import stop_all_pools
+from asyncloader.workers.stopping import stop_all_pools
 from asyncloader.workers.tracebacks import hide_our_frames
 
 _CLOSED = "this iterator was shut down"

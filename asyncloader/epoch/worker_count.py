@@ -1,9 +1,6 @@
 """Changes the number of an epoch's workers while it runs, as the tuner decides: for ``num_workers="auto"``.
 
-Data path: beside the pipeline, in its loop's thread. `worker_tuning.py` has the rules.
-
-Time is looked at when a batch is delivered, so nothing ticks while the consumer rests. A window is closed once it is
-long enough; it begins anew when workers were started or excused.
+Data path: beside the pipeline, in its loop's thread. `tuning.py` measures, `worker_tuning.py` has the rules.
 
 Workers that a trial leaves out are *excused*: they get no tasks, and live on until it is decided, so that a trial costs
 no start. A decision ends them, the last one first, once they have answered their tasks.
@@ -12,8 +9,6 @@ no start. A decision ends them, the last one first, once they have answered thei
 from __future__ import annotations
 
 import asyncio
-import logging
-import weakref
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -22,54 +17,42 @@ from typing import Any
 from asyncloader.cpus import usable_cpus
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
-from asyncloader.epoch.run_reading import run_of
 from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.epoch.tuning import Room, TunedSetting
 from asyncloader.events import Event, Excused, Joined, Resized
 from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.diagnosis import diagnose
+from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.prediction import MOST_WAITING_WORKERS
 from asyncloader.telemetry.run_figures import Run
-from asyncloader.telemetry.statistics import Statistics
-from asyncloader.telemetry.worker_tuning import Measured
+from asyncloader.telemetry.trials import Decision
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.growing_pool import GrowingPool
 from asyncloader.workers.memory.segment import memory_limit
 from asyncloader.workers.memory_limit import private_bytes
 from asyncloader.workers.source import WorkerHandle
 
-_log = logging.getLogger("asyncloader")
-
-_LOOK_S = 0.02  # between two looks at whether workers have begun, or at whether a window has enough batches
-_REST_S = 2.0  # between two looks at whether another iterator still changes the number
 _STARTING_S = 60.0  # for workers to begin, before a trial of them is given up
 _RESERVE = 0.1  # the share of the memory that is left that no worker is started into
 
 
-class WorkerCount:
+class WorkerCount(TunedSetting):
     """The number of workers of one epoch.
 
     Args:
         auto: the loader's choice, which outlives the epoch.
-        config: the epoch's options.
-        statistics: the loader's counters.
     """
 
-    def __init__(self, auto: AutoWorkers, config: EpochConfig, statistics: Statistics) -> None:
-        self._auto = auto
-        # Weak: the loop refers to this, and must not keep the iterator, which the user's dataset and functions may
-        # refer to.
-        self._config = weakref.ref(config)
-        self._statistics = statistics
-        self._due = 0.0
-        self._drives = False
-        self._begun: Run | None = None  # the figures at the beginning of the window
+    name = "num_workers"
+    auto: AutoWorkers
+
+    def __init__(self, auto: AutoWorkers) -> None:
+        super().__init__(auto)
         self._early: dict[int, WorkerHandle] = {}  # workers that were made before those with lower numbers
         self._requested = 0  # workers that exist, or were requested
         self._at_work = 0  # workers that get tasks
         self._ends_surplus = False
         self._starting_until: float | None = None
-        self._in_first = True  # no batch was delivered yet
 
     def start(
         self,
@@ -81,7 +64,7 @@ class WorkerCount:
         resume_points: ResumePoints,
         starts: list[EpochStart],
     ) -> None:
-        """Begin with the epoch.
+        """Take the parts of the epoch, before `EpochTuning.start`.
 
         Args:
             pool: the workers, a `GrowingPool`.
@@ -97,48 +80,8 @@ class WorkerCount:
         self._scheduler, self._respawner = scheduler, respawner
         self._handle, self._notices, self._resume_points, self._starts = handle, notices, resume_points, starts
         self._requested = self._at_work = len(pool.processes)
-        self._auto.tuner.interrupted()
-        self._drives = self._auto.drive(self)
-        if self._drives:
-            # Workers that an earlier epoch had tried, and that live on.
-            self._set(self._auto.number, ends_surplus=True)
 
     # ------------------------------------------------------------------------------------- called by the pipeline
-
-    def delivered(self) -> None:
-        """A batch was delivered: see whether a window has ended."""
-        now = perf_counter()
-        if now < self._due and not self._in_first:
-            return
-        config = self._config()
-        if config is None:
-            return  # the iterator was freed
-        if self._in_first:
-            # From here: the time to the first batch is that of starting workers.
-            self._in_first = False
-            self._begin_window(self._run(config))
-            return
-        if not self._auto.drive(self):
-            self._due = now + _REST_S
-            return
-        if not self._drives:
-            # The iterator that changed the number has ended.
-            self._drives = True
-            self._auto.tuner.interrupted()
-            self._set(self._auto.number, ends_surplus=True)
-            self._begin_window(self._run(config))
-            return
-        if self._starting_until is not None:
-            if self._have_started(now):
-                self._begin_window(self._run(config))
-            return
-        assert self._begun is not None
-        if self._statistics.batches - self._begun.batches < self._auto.tuner.window[1]:
-            self._due = now + _LOOK_S
-            return
-        run = self._run(config)
-        self._observe(run.since(self._begun), config)
-        self._begin_window(run)
 
     def answered(self, worker: int) -> None:
         """A worker has answered a task, or has died: end the last workers, if they are not needed and have no tasks."""
@@ -173,47 +116,54 @@ class WorkerCount:
 
     def close(self) -> None:
         """Discard the workers that were not taken."""
-        self._auto.release(self)
         self._ends_surplus = False
         for worker in self._early.values():
             self._respawner.discard_soon(worker)
         self._early.clear()
         self._handle = _ignored  # it refers to the pipeline, which refers to this
 
-    # ----------------------------------------------------------------------------------------------- measuring
+    # ------------------------------------------------------------------------------------------ called by the tuning
 
-    def _run(self, config: EpochConfig) -> Run:
-        return run_of(config, self._statistics, self._at_work)
+    @property
+    def value(self) -> int:
+        """Workers that get tasks."""
+        return self._at_work
 
-    def _begin_window(self, run: Run) -> None:
-        self._begun = run
-        self._due = perf_counter() + self._auto.tuner.window[0]
-
-    def _observe(self, run: Run, config: EpochConfig) -> None:
-        verdict = diagnose(run)
-        proposed = verdict.change.get("num_workers")
-        most, limit = self._most(proposed or 0, config)
-        seconds = max(run.elapsed_s, 1e-9)
-        window = Measured(
-            batches=run.batches,
-            seconds=seconds,
-            waited=min(1.0, run.wait_s / seconds),
-            bound=verdict.bound,
-            proposed=proposed,
-            busy=run.busy_s / (seconds * max(1, self._at_work)),
-            most=most,
-            limit=limit,
+    def pending(self, now: float) -> bool:
+        """Whether workers have yet to begin, and were not given up."""
+        if self._starting_until is None:
+            return False
+        begun = self._at_work >= self.auto.number and all(
+            process.started for process in self._pool.processes[: self._at_work]
         )
-        before = self._at_work
-        decision = self._auto.tuner.observe(window)
-        if decision is None:
-            return
-        if decision.workers > len(self._pool.processes) and (obstacle := self._pool.obstacle()):
+        if not begun:
+            if now < self._starting_until:
+                return True
+            self._give_up(f"further workers have not begun within {_STARTING_S:g} s")
+        self._starting_until = None
+        return False
+
+    def room(self, verdict: Diagnosis, run: Run, config: EpochConfig) -> Room:
+        """What the diagnosis proposes, within CPUs and memory."""
+        del run
+        proposed = verdict.change.get("num_workers")
+        return Room(proposed, *self._most(proposed or 0, config))
+
+    def carry_out(self, before: int, decision: Decision) -> None:
+        """Change the number; without workers to be had, return to the one before."""
+        if decision.value > len(self._pool.processes) and (obstacle := self._pool.obstacle()):
             self._give_up(obstacle)
             return
-        verb = "tries" if not decision.kept else "keeps" if decision.workers == before else "goes to"
-        self._note(f"{verb} {_counted(decision.workers)}{_from(before, decision.workers)}: {decision.reason}")
-        self._set(decision.workers, ends_surplus=decision.kept)
+        self.tell(before, decision)
+        self._set(decision.value, ends_surplus=decision.kept)
+
+    def apply(self, value: int) -> None:
+        """Also ends workers that an earlier epoch had tried, and that live on."""
+        self._set(value, ends_surplus=True)
+
+    def words(self, value: int) -> str:
+        """As in the log."""
+        return f"{value} worker{'s'[: value - 1]}"
 
     def _most(self, proposed: int, config: EpochConfig) -> tuple[int, str]:
         """The most workers that there may be now, and what limits them."""
@@ -225,7 +175,7 @@ class WorkerCount:
         most = min(most, config.most_workers)
         there = len(self._pool.processes)
         # Only where more may be tried now: the kernel walks through all pages of each worker to count them.
-        if proposed <= there or not self._auto.tuner.may_try(min(proposed, most)) or config.workers is not None:
+        if proposed <= there or not self.auto.tuner.may_try(min(proposed, most)) or config.workers is not None:
             return most, limit
         if (room := memory_limit()[0]) is None:
             return most, limit
@@ -238,16 +188,12 @@ class WorkerCount:
 
     def _give_up(self, reason: str) -> None:
         """No further worker can be had: return to the number before the trial, or go on with those at work."""
-        decision = self._auto.tuner.failed(reason, self._at_work)
+        decision = self.auto.tuner.failed(reason, self._at_work)
         self._starting_until = None
         self._requested = len(self._pool.processes)
         if decision is not None:
-            self._note(f"goes to {_counted(decision.workers)}: {decision.reason}")
-            self._set(decision.workers, ends_surplus=True)
-
-    def _note(self, words: str) -> None:
-        self._auto.decisions.append(words)
-        _log.info('num_workers="auto" %s', words)
+            self.note(f"goes to {self.words(decision.value)}: {decision.reason}")
+            self.apply(decision.value)
 
     # ------------------------------------------------------------------------------------------------- changing
 
@@ -267,7 +213,7 @@ class WorkerCount:
             self._end_surplus()
 
     def _put_to_work(self) -> None:
-        while self._at_work < min(self._auto.number, len(self._pool.processes)):
+        while self._at_work < min(self.auto.number, len(self._pool.processes)):
             worker = self._at_work
             # It ended while it was excused, and had no task to be replaced for.
             gone = self._pool.vacant(worker) and not self._scheduler.replaces(worker)
@@ -277,21 +223,6 @@ class WorkerCount:
             # Before the event: the scheduler asks for more indices, which the consumer takes from the sampler.
             self._notices.append(Resized(self._at_work))
             self._handle(Joined(worker, gone))
-
-    def _have_started(self, now: float) -> bool:
-        """Whether all workers have begun, or were given up: a window may begin."""
-        begun = self._at_work >= self._auto.number and all(
-            process.started for process in self._pool.processes[: self._at_work]
-        )
-        if not begun and self._starting_until is not None and now >= self._starting_until:
-            self._give_up(f"further workers have not begun within {_STARTING_S:g} s")
-            begun = True
-        if begun:
-            self._starting_until = None
-            self._auto.tuner.interrupted()
-        else:
-            self._due = now + _LOOK_S
-        return begun
 
     def _end_surplus(self) -> None:
         """End the last workers, as long as they have no tasks. Not within the pool's callbacks."""
@@ -303,16 +234,8 @@ class WorkerCount:
             self._pool.shorten()
         if len(self._pool.processes) < before:
             self._pool.dismiss_soon()
-        self._requested = max(len(self._pool.processes), min(self._requested, self._auto.number))
+        self._requested = max(len(self._pool.processes), min(self._requested, self.auto.number))
 
 
 def _ignored(event: Event) -> None:
     del event
-
-
-def _counted(workers: int) -> str:
-    return f"{workers} worker{'s'[: workers - 1]}"
-
-
-def _from(before: int, workers: int) -> str:
-    return "" if before == workers else f" instead of {before}"

@@ -1,4 +1,4 @@
-"""Sets ``num_workers="auto"`` on a loader that has been made, as torch lets a user set the number until it is iterated.
+"""Sets "auto" on a loader that has been made, as torch lets a user set its options until it is iterated.
 
 Data path: none.
 """
@@ -7,19 +7,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncloader.options.auto_workers import AUTO, AutoWorkers, check_auto
+from asyncloader.options.auto_prefetch import AutoPrefetch, check_auto_prefetch
+from asyncloader.options.auto_value import AUTO
+from asyncloader.options.auto_workers import AutoWorkers, check_auto
 from asyncloader.options.declaration import LoaderSpec, is_iterable, makes_threads
 
+SETTABLE = ("num_workers", "prefetch_factor")
+"""torch's options that may be "auto"."""
 
-def set_later(loader: LoaderSpec[Any], value: Any) -> Any:
-    """Return the value for the loader's `num_workers`: "auto" becomes a choice of the loader's own.
+
+def set_later(loader: LoaderSpec[Any], name: str, value: Any) -> Any:
+    """Return the value for an option of the loader: "auto" becomes a choice of the loader's own.
+
+    Args:
+        loader: was made.
+        name: one of `SETTABLE`.
+        value: from the user.
 
     Raises:
         ValueError: the batches depend on the number, or it is not the loader's to choose, as in the constructor.
     """
     known = vars(loader)
-    if not isinstance(value, str) or value != AUTO or known["num_workers"] is value:
+    if not isinstance(value, str) or value != AUTO or known[name] is value:
         return value
+    if name == "prefetch_factor":
+        threads = makes_threads(loader.multiprocessing_context)
+        check_auto_prefetch(vars(loader._asyncloader_options), makes_threads=threads)
+        return AutoPrefetch()  # not another loader's
     given = vars(loader._asyncloader_options) | {
         name: getattr(loader, name) for name in ("dataset", "batch_size", "batch_sampler")
     }

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
+from asyncloader.options.auto_value import AutoValue
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
@@ -130,7 +131,10 @@ def _device(name: str, value: Any) -> None:
 # In the order in which they are made: of several mistakes the first is raised.
 CHECKS: dict[str, Check] = {
     "ring_bytes": optional_size,
-    "concurrency": _should_be("a positive integer or None", _optional(_number_of(1))),
+    "concurrency": _should_be(
+        "a positive integer, 'auto' or None",
+        lambda value: value is None or isinstance(value, AutoValue) or _number_of(1)(value),
+    ),
     "decode": lambda _, value: check_decode(value, 0),
     "decode_threads": lambda _, value: check_decode(None, value),
     "group": lambda _, value: check_group(value),

@@ -32,7 +32,8 @@ from typing_extensions import TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto_workers import AUTO, AutoWorkers, check_auto
+from asyncloader.options.auto_choices import check_choices, with_choices
+from asyncloader.options.auto_value import AutoValue
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -89,7 +90,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         multiprocessing_context: BaseContext | str | None = None,
         generator: torch.Generator | None = None,
         *,
-        prefetch_factor: int | None = None,
+        prefetch_factor: int | Literal["auto"] | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
@@ -100,7 +101,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         group: RankGroupLike = None,
         on_uneven: OnUneven = "drop",
         balance: Balance | None = None,
-        concurrency: int | None = None,
+        concurrency: int | Literal["auto"] | None = None,
         decode: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         max_worker_restarts: int | None = None,
@@ -134,8 +135,8 @@ class LoaderOptions(Generic[T_co, B_co]):
             multiprocessing_context: `"fork"`, `"spawn"`, `"forkserver"` or a context; `None`: the platform's default.
                 A context that makes threads leaves the work to torch.
             generator: The torch generator that order and worker seeds are drawn from; excludes `seed`.
-            prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers. More where
-                `concurrency` needs them.
+            prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers; `"auto"`: 2, or
+                up to 32 where that gains and memory allows it. More where `concurrency` needs them.
             persistent_workers: Keep the workers, and their rings, from epoch to epoch.
             pin_memory_device: torch's deprecated argument, taken for compatibility.
             in_order: `False`: give batches as they become ready.
@@ -156,9 +157,9 @@ class LoaderOptions(Generic[T_co, B_co]):
             balance: The lengths of the dataset's samples, as a `Balance`, with `seed`: the ranks divide the samples of
                 each global batch so that their batches cost the same; `None`: in the order of the global batch.
             concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
-                over all its outstanding batches; `None`: 256 where they are awaited, else one after the other. A
-                blocking dataset has a thread for each, and must be safe to call from several; with `1` it is read
-                ahead of the consumer, and always in one thread.
+                over all its outstanding batches; `None`: 256 where they are awaited, else one at a time; `"auto"`: 256,
+                or fewer where an awaited store gives more. A blocking dataset has a thread for each, and must be safe
+                to call from several; with `1` it is read ahead of the consumer, and always in one thread.
             decode: A function from a sample of the dataset to the sample that is collated. It runs with the sample's
                 random numbers.
             on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; `"refill"` puts others
@@ -305,8 +306,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""
+        arguments = with_choices(arguments)
         dataset, given = arguments["dataset"], dict(arguments)
-        given["num_workers"] = AutoWorkers() if given["num_workers"] == AUTO else given["num_workers"]
         check_num_workers(given["num_workers"])
         if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
             given["sampler"] = None
@@ -350,8 +351,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         flat, defaults = flattened(arguments), FLAT_DEFAULTS
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
-        if isinstance(given["num_workers"], AutoWorkers):
-            check_auto(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
+        check_choices(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         self.check_worker_number_rationality()
         changed = [name for name in defaults if flat[name] != defaults[name]]
@@ -418,7 +418,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def check_worker_number_rationality(self) -> None:
         """Give torch's warning about too many workers, but also consider a container's CPU quota, and threads."""
         options = vars(self).get("_asyncloader_options")
-        if options is None or isinstance(self.dataset, RemoteDataset) or isinstance(self.num_workers, AutoWorkers):
+        if options is None or isinstance(self.dataset, RemoteDataset) or isinstance(self.num_workers, AutoValue):
             # torch's constructor calls this before the options are known; or the workers are elsewhere; or their number
             # was not asked for.
             return

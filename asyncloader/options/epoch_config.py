@@ -15,6 +15,9 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
+from asyncloader.options.auto_concurrency import CONCURRENCY, AutoConcurrency
+from asyncloader.options.auto_prefetch import LEAST_PREFETCH, MOST_PREFETCH, AutoPrefetch
+from asyncloader.options.auto_value import number_of
 from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.credits import most_credits
@@ -28,7 +31,6 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 
-_CONCURRENCY = 256
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
     "from those of an undisturbed run. With seed= they do not."
@@ -83,11 +85,16 @@ class EpochConfig:
     tunes: bool
     """Whether the number changes while the epoch runs."""
     prefetch_factor: int | None
+    """Of the user, or the loader's choice at the beginning of the epoch."""
+    auto_prefetch: AutoPrefetch | None
+    """The loader's own choice of batches ahead; None: the user gave it, or samples in flight need more."""
     least_credits: int
     """Batches that a copy of the dataset may have outstanding, however large they are: `prefetch_factor`; 1 without
     workers."""
     credits: int
     """Most batches that a copy of the dataset may have outstanding, while they are small."""
+    first_credits: int
+    """Of these, those for which indices are taken from the sampler before the first batch."""
     persistent_workers: bool
     in_order: bool
     timeout: float
@@ -118,7 +125,9 @@ class EpochConfig:
     """The same for a dataset that has a state."""
 
     concurrency: int
-    """Samples that a copy of the dataset awaits at a time, if they are awaited."""
+    """Samples that a copy of the dataset awaits at a time, if they are awaited; at the beginning of the epoch."""
+    auto_concurrency: AutoConcurrency | None
+    """The loader's own choice of that number; None: the user gave it, or left it out."""
     fetch_threads: int
     """Threads in which a copy of a blocking map dataset fetches samples; 0: one after the other."""
     decode: Callable[[Any], Any] | None
@@ -146,10 +155,14 @@ class EpochConfig:
         iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
         exact = not (ours.allow_replay or loader._asyncloader_replays)
         awaited, stateful, batches = is_async_dataset(dataset), is_stateful(dataset), bool(loader._auto_collation)
-        concurrency = ours.concurrency or _CONCURRENCY
-        threads = 0 if iterable or awaited else ours.concurrency or 0
+        in_flight: Any = ours.concurrency
+        auto_concurrency = in_flight if isinstance(in_flight, AutoConcurrency) else None
+        # What the sampler is read ahead for: with a choice of the loader's own the most, whatever the number is now.
+        most_in_flight = CONCURRENCY if in_flight is None or auto_concurrency else int(in_flight)
+        threads = 0 if iterable or awaited else number_of(in_flight) or 0
         concurrent = awaited or threads > 0
-        least, here = loader.prefetch_factor or 1, topology(loader)
+        prefetch: Any = loader.prefetch_factor
+        least, here = LEAST_PREFETCH if isinstance(prefetch, AutoPrefetch) else prefetch or 1, topology(loader)
         source = index_sampler if isinstance(index_sampler, AsyncIndexSource) else None
         positions = source if isinstance(source, PositionSource) else None
         sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
@@ -160,6 +173,17 @@ class EpochConfig:
         tunes = auto is not None and seeded
         number = int(given) if auto is None else auto.number
         most_workers = auto.most if auto is not None and tunes else number
+        credits = most_credits(
+            dataset,
+            getattr(batch_sampler, "batch_size", None) if batches else 1,
+            least=least,
+            concurrency=threads or most_in_flight
+            if concurrent and not (iterable or stateful or positions is not None)
+            else 0,
+            threads=threads if batches else 0,
+        )
+        # Where samples in flight need more batches than that, `concurrency` is the setting that counts.
+        auto_prefetch = prefetch if isinstance(prefetch, AutoPrefetch) and credits == least else None
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
@@ -171,19 +195,15 @@ class EpochConfig:
             "auto": auto,
             "tunes": tunes,
             "concurrent": concurrent,
-            "concurrency": concurrency,
+            "concurrency": most_in_flight if auto_concurrency is None else auto_concurrency.number,
+            "auto_concurrency": auto_concurrency,
             "stateful": stateful,
             "fetch_threads": threads,
             "least_credits": least,
-            "credits": most_credits(
-                dataset,
-                getattr(batch_sampler, "batch_size", None) if batches else 1,
-                least=least,
-                concurrency=threads or concurrency
-                if concurrent and not (iterable or stateful or positions is not None)
-                else 0,
-                threads=threads if batches else 0,
-            ),
+            "prefetch_factor": number_of(prefetch),
+            "auto_prefetch": auto_prefetch,
+            "credits": credits if auto_prefetch is None else MOST_PREFETCH,
+            "first_credits": credits,
             "auto_collation": batches,
             "sampler": sampler,
             "sampler_ranks": replicas(sampler, batch_sampler),

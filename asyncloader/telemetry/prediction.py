@@ -141,7 +141,7 @@ def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
             {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}
         )
     several = [run.concurrency]
-    if run.asynchronous and not run.iterable:
+    if run.asynchronous and not run.iterable and not run.tunes_concurrency:
         several += [number for number in _CONCURRENCIES if number > run.concurrency]
     settings = [_Setting(number, run.persistent, concurrency) for number in workers for concurrency in several]
     if run.epochs > 1:

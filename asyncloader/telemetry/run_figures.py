@@ -44,6 +44,7 @@ class Run:
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
         threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
         concurrency: see there.
+        tunes_concurrency: whether the loader chooses that by itself, so that it is not for the user to change.
         in_order: whether batches are delivered in order.
         memory_limit: `worker_memory_limit`.
         snapshot_every: `snapshot_every_n_steps`.
@@ -75,6 +76,7 @@ class Run:
     asynchronous: bool = False
     threads: int = 0
     concurrency: int = 1
+    tunes_concurrency: bool = False
     in_order: bool = True
     memory_limit: int | None = None
     snapshot_every: int = 1

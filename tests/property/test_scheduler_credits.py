@@ -111,3 +111,57 @@ def test_workers_with_many_tasks_in_hand_may_die(options: dict[str, Any], random
     world.run()
     world.check_delivered()
     world.check_end()
+
+
+@settings(deadline=None, max_examples=scaled(300))
+@given(
+    lengths=st.lists(st.integers(0, 25), min_size=1, max_size=4),
+    credits=st.integers(1, 8),
+    random=randoms,
+)
+def test_streams_come_in_the_same_order_whatever_the_credits(lengths: list[int], credits: int, random: Random) -> None:
+    """Raised and lowered at any time: each worker's batches come once, in turn with those of the others that have some
+    left.
+    """
+    workers = len(lengths)
+    scheduler = Scheduler(workers=workers, credits=credits, iterable=True)
+    scheduler.credits = random.randint(1, credits)
+    world = World(scheduler, random, [], lengths, fifo=True)
+    world.credits = credits
+    world.start()
+    while moves := world.moves():
+        world.move(*random.choice(moves))
+        if not random.randrange(8):
+            scheduler.credits = random.randint(1, credits)
+    check_end(world)
+    turns = [worker for turn in range(max(lengths)) for worker in range(workers) if turn < lengths[worker]]
+    assert [item.worker for item in world.delivered] == turns
+
+
+@given(workers=st.integers(1, 4), low=st.integers(1, 3), high=st.integers(4, 8), random=randoms)
+def test_a_streams_tasks_follow_the_credits(workers: int, low: int, high: int, random: Random) -> None:
+    """Up with the next delivery, down with the next ones."""
+    scheduler = Scheduler(workers=workers, credits=high, iterable=True)
+    scheduler.credits = low
+    world = World(scheduler, random, [], [1000] * workers, fifo=True)
+    world.credits = high
+    world.start()
+    for credits in (low, high, low, high):
+        scheduler.credits = credits
+        for _ in range(20 * high * workers):
+            world.move(*random.choice(world.moves()))
+        while not world.line:
+            world.move(*random.choice(world.moves()))
+        assert scheduler.undelivered == credits * workers
+
+
+@given(credits=st.integers(2, 8), lengths=st.lists(st.integers(0, 3), min_size=1, max_size=3), random=randoms)
+def test_workers_that_end_after_credits_were_lowered(credits: int, lengths: list[int], random: Random) -> None:
+    """Their void tasks count as some of those that were too many: the others are never left without one."""
+    scheduler = Scheduler(workers=1 + len(lengths), credits=credits, iterable=True)
+    world = World(scheduler, random, [], [60, *lengths], fifo=True)
+    world.start()
+    scheduler.credits = 1
+    while moves := world.moves():
+        world.move(*random.choice(moves))
+    check_end(world)

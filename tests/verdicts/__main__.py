@@ -1,5 +1,5 @@
 """Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``;
-``--auto`` measures ``num_workers="auto"`` instead (`auto.py`).
+``--auto`` measures settings that are "auto" instead (`auto.py`).
 
 For each row, loop and seed: the run itself, its verdict, the run with the advised change, and the runs of the grid, all
 in this process, one after the other. Prints a line for each, and at the end the table; ``--save`` writes the table into
@@ -114,7 +114,7 @@ def main() -> int:
     parser.add_argument("--kinds", default="sync,async")
     parser.add_argument("--grid", default=True, action=argparse.BooleanOptionalAction)
     parser.add_argument("--save", action="store_true")
-    parser.add_argument("--auto", action="store_true", help='measure num_workers="auto" beside fixed numbers')
+    parser.add_argument("--auto", action="store_true", help='measure settings that are "auto" beside fixed numbers')
     given = parser.parse_args()
     wanted = [each for each in given.rows.split(",") if each]
     if given.auto:

@@ -1,4 +1,4 @@
-"""Measures ``num_workers="auto"`` beside fixed numbers, on planted runs: ``python -m tests.verdicts --auto``.
+"""Measures settings that are "auto" beside fixed numbers, on planted runs: ``python -m tests.verdicts --auto``.
 
 Each row is read for 40 s by a loader that chooses, and then by loaders with fixed numbers for some seconds each, twice,
 in turn; rates are batches per second. Promised: after 30 s within 10 % of the best fixed number, and never for more
@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncloader import DataLoader
-from tests.verdicts.planted import Locked, Planted, SlowSampler, nothing, sleeps
+from tests.verdicts.planted import AsyncPlanted, Crowded, Locked, Pauses, Planted, SlowSampler, nothing, sleeps
 
-_SECONDS, _SETTLED_S, _FIXED_S, _BIN_S = 40.0, 30.0, 4.0, 1.0
-_NUMBERS = (1, 2, 4, 8, 16)
+_SECONDS, _SETTLED_S, _BIN_S = 40.0, 30.0, 1.0
+_NUMBERS = {
+    "num_workers": (1, 2, 4, 8, 16),
+    "concurrency": (4, 16, 32, 64, 128, 256),
+    "prefetch_factor": (1, 2, 8, 32),
+}
 _LENGTH = 200_000
 
 
@@ -30,13 +34,19 @@ class AutoRow:
         dataset: makes the dataset.
         options: of the loader.
         consume: called with each batch.
+        setting: the option that is "auto".
+        fixed_s: seconds for which each fixed number is read, twice.
     """
 
     name: str
     dataset: Callable[[], Any]
     options: dict[str, Any]
     consume: Callable[[Any], None] = nothing
+    setting: str = "num_workers"
+    fixed_s: float = 4.0
 
+
+_TWO = {"num_workers": 2}
 
 ROWS = [
     AutoRow("slow reads", lambda: Planted(11, _LENGTH, waits=0.004), {}),
@@ -48,23 +58,33 @@ ROWS = [
         lambda: Planted(11, _LENGTH, waits=0.0005),
         {"sampler": SlowSampler(_LENGTH, 0.002)},
     ),
+    AutoRow("a store that waits", lambda: AsyncPlanted(11, _LENGTH, waits=0.1), {}, setting="concurrency"),
+    AutoRow("a crowded store", lambda: Crowded(11, _LENGTH, waits=0.05), {}, setting="concurrency"),
+    AutoRow("crowded, 2 workers", lambda: Crowded(11, _LENGTH, waits=0.05), _TWO, setting="concurrency"),
+    AutoRow(
+        *("a consumer that pauses", lambda: Planted(11, _LENGTH, waits=0.0025), {"num_workers": 4}, Pauses()),
+        setting="prefetch_factor",
+        fixed_s=15.0,
+    ),
+    AutoRow("slow reads", lambda: Planted(11, _LENGTH, waits=0.004), _TWO, setting="prefetch_factor"),
 ]
 
 
-def arrivals(row: AutoRow, workers: Any, seconds: float) -> tuple[list[float], list[float], list[str]]:
-    """Read for so long. Returns when batches came, since the first, the number of workers then, and the decisions."""
-    options: dict[str, Any] = {"batch_size": 8, "seed": 1, "multiprocessing_context": "fork", **row.options}
+def arrivals(row: AutoRow, value: Any, seconds: float) -> tuple[list[float], list[float], list[str]]:
+    """Read for so long. Returns when batches came, since the first, the setting's number then, and the decisions."""
+    options: dict[str, Any] = {"batch_size": 8, "seed": 1, row.setting: value, **row.options}
+    if options.get("num_workers"):
+        options["multiprocessing_context"] = "fork"
     came: list[float] = []
     numbers: list[float] = []
-    with DataLoader[Any](row.dataset(), num_workers=workers, **options) as loader:
+    with DataLoader[Any](row.dataset(), **options) as loader:
         for batch in loader:
             row.consume(batch)
             came.append(time.perf_counter())
-            numbers.append(float(int(loader.num_workers)))
+            numbers.append(float(int(getattr(loader, row.setting))))
             if came[-1] - came[0] > seconds:
                 break
-        chosen: Any = loader.num_workers
-        decisions = list(chosen.decisions) if workers == "auto" else []
+        decisions = list(getattr(loader, row.setting).decisions) if value == "auto" else []
     return [at - came[0] for at in came], numbers, decisions
 
 
@@ -90,25 +110,25 @@ def longest_below(came: list[float], least: float) -> float:
 def measure(wanted: list[str]) -> str:
     """Measure the rows whose names contain one of `wanted`, or all. Returns the table."""
     lines = [
-        "| planted | begins with | settles on | trials | after 30 s | best fixed | promised | got | below 0.9 for |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| planted | setting | begins with | settles on | trials | 30 s on | best fixed | promised | got | below 0.9 |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in ROWS:
         if wanted and not any(part in row.name for part in wanted):
             continue
         came, numbers, decisions = arrivals(row, "auto", _SECONDS)
-        fixed: dict[int, list[float]] = {number: [] for number in (*_NUMBERS, int(numbers[0]))}
+        fixed: dict[int, list[float]] = {number: [] for number in (*_NUMBERS[row.setting], int(numbers[0]))}
         for _ in range(2):
             for number, rates in fixed.items():
-                rates.append(rate(arrivals(row, number, _FIXED_S)[0]))
+                rates.append(rate(arrivals(row, number, row.fixed_s)[0]))
         found = {number: statistics.mean(rates) for number, rates in fixed.items()}
         best = max(found, key=found.__getitem__)
         got = rate(came, _SETTLED_S)
         below = longest_below(came, 0.9 * found[int(numbers[0])])
         trials = sum("tries" in each for each in decisions)
         lines.append(
-            f"| {row.name} | {numbers[0]:.0f} | {numbers[-1]:.0f} | {trials} | {got:.1f} | {best}: {found[best]:.1f} "
-            f"| 90% | {got / found[best]:.0%} | {below:.0f} s |"
+            f"| {row.name} | `{row.setting}` | {numbers[0]:.0f} | {numbers[-1]:.0f} | {trials} | {got:.1f} "
+            f"| {best}: {found[best]:.1f} | 90% | {got / found[best]:.0%} | {below:.0f} s |"
         )
         print(lines[-1], flush=True)
         for each in decisions:

@@ -79,6 +79,19 @@ class AsyncPlanted(Planted):
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
 
+class Crowded(AsyncPlanted):
+    """Awaited samples of a store that serves 32 requests at a time, and is slowed down by each further one."""
+
+    now = 0
+
+    async def __getitem__(self, index: int) -> Any:
+        self.now += 1
+        crowd = max(0, self.now - 32)
+        await asyncio.sleep(self.waits * self.factors[index] * (1 + crowd / 32) * (1 + crowd / 100))
+        self.now -= 1
+        return torch.zeros(self.nbytes, dtype=torch.uint8)
+
+
 class Locked(Planted):
     """Samples that wait one after the other, whichever process reads them, like those of one HDF5 file."""
 
@@ -284,6 +297,17 @@ def nothing(_: Any) -> None:
 def sleeps(seconds: float) -> Callable[[Any], None]:
     """Return a consumer that waits for this time with each batch, as for a GPU."""
     return lambda _: time.sleep(seconds)
+
+
+class Pauses:
+    """A consumer that takes 2 ms, and each 64th time 0.3 s, as where it saves or evaluates."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def __call__(self, _: Any) -> None:
+        self.batches += 1
+        time.sleep(0.002 if self.batches % 64 else 0.3)
 
 
 def multiplies(_: Any) -> None:

@@ -63,6 +63,10 @@ class AsyncMapFetcher(MapFetcher):
             and inspect.iscoroutinefunction(getattr(type(maker.dataset), "__getitem__", None))
         )
 
+    def limit(self, concurrency: int) -> None:
+        """Await this many samples at a time from now on. Any thread."""
+        self._limiter.limit = concurrency
+
     async def _batch(self, index: Any, first: BatchPosition | None) -> Any:
         maker = self._maker
         (samples,) = await self._limiter.gather(
@@ -187,10 +191,12 @@ class ConcurrencyLimiter:
         limit: samples in flight at a time, at least 1.
     """
 
-    __slots__ = ("_free", "_queue")
+    __slots__ = ("_queue", "_running", "limit")
 
     def __init__(self, limit: int) -> None:
-        self._free = limit
+        self.limit = limit
+        """May be changed at any time, in any thread; a larger one counts from the next sample that ends."""
+        self._running = 0
         self._queue: deque[_Batch] = deque()  # batches whose samples have not all started
 
     async def gather(
@@ -241,16 +247,17 @@ class ConcurrencyLimiter:
 
     def _launch(self) -> None:
         queue = self._queue
-        while self._free and queue:
+        # Not only once: the limit may have been raised.
+        while queue and self._running < self.limit:
             # The oldest batch first, because it is delivered first.
             batch = queue[0]
-            self._free -= 1
+            self._running += 1
             batch.launch()
             if len(batch.tasks) >= batch.count:
                 queue.popleft()
 
     def _on_finished(self) -> None:
-        self._free += 1
+        self._running -= 1
         if self._queue:
             self._launch()
 

@@ -101,6 +101,7 @@ class DatasetReader:
         self._pack_cursor = pack_cursor
         self._bookmark = Bookmark(dataset, self._every, pack_cursor)
         self._fetcher: Any = None
+        self._concurrency = setup.concurrency
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
         # Not where the consumer's own code draws from the global generators at the same time.
@@ -124,6 +125,14 @@ class DatasetReader:
                 seconds -= decoded_s
         self._time(self._stage, seconds)
         self._stage = "fetch"
+
+    def limit(self, concurrency: int) -> None:
+        """Await this many samples of an asynchronous map dataset at a time, from now on and in later epochs. Any
+        thread.
+        """
+        self._concurrency = concurrency
+        if isinstance(self._fetcher, AsyncMapFetcher):
+            self._fetcher.limit(concurrency)
 
     # ------------------------------------------------------------------------------------------- beginning
 
@@ -241,7 +250,7 @@ class DatasetReader:
         dataset = awaited_view(self.dataset, is_async_dataset)
         maker = SampleMaker(dataset, seeding, self._decoder, handler, asynchronous=True)
         by_column = setup.collate_fn is torch_collate.default_collate
-        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, setup.concurrency, by_column=by_column)
+        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, self._concurrency, by_column=by_column)
 
     def _stream_fetcher(
         self, start: EpochStart, seeding: EpochSeeding | None, handler: SampleErrorHandler | None

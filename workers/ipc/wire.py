@@ -23,6 +23,8 @@ ASSIGNMENT = 6
 """The shards that the worker reads next, of a dataset whose shards the main process assigns."""
 TRIM = 7
 """A slot has not been needed for a while: the worker returns its memory to the system."""
+LIMIT = 8
+"""The number of samples that the worker awaits at a time, from now on."""
 # worker -> main
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 STARTED = 16
@@ -58,6 +60,7 @@ _TASK = struct.Struct("=IBIQiId")  # prefix, epoch, seq, slot, ring, sent
 _TASK_HEAD = struct.Struct("=IQiId")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
 _TRIM_HEAD = struct.Struct("=II")  # ring number, slot
+_LIMIT_HEAD = struct.Struct("=I")  # samples
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
@@ -69,6 +72,7 @@ _RESULT_HEAD = struct.Struct("=IQiQQIdBId")
 MOST_FRAME = 1 << 31
 """Bytes of a frame, at most, unless a splitter says otherwise."""
 _LONGEST_S = 1e12
+_MOST_SAMPLES = 1 << 16  # at a time, as when a service's node is connected
 
 
 class Result(NamedTuple):
@@ -130,6 +134,19 @@ def unpack_trim(body: bytes) -> tuple[int, int]:
     """Return ring number, slot."""
     number, slot = _unpack(_TRIM_HEAD, body)
     return number, slot
+
+
+def pack_limit(samples: int) -> bytes:
+    """Pack the number of samples to await at a time."""
+    return pack(LIMIT, _LIMIT_HEAD.pack(samples))
+
+
+def unpack_limit(body: bytes) -> int:
+    """Return the number of samples."""
+    (samples,) = _unpack(_LIMIT_HEAD, body)
+    if not 1 <= samples <= _MOST_SAMPLES:
+        raise ValueError(f"broken stream: a limit of {samples} samples at a time")
+    return int(samples)
 
 
 def pack_reset(kind: int, epoch: int, payload: bytes = b"") -> bytes:

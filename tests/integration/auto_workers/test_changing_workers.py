@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
-from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
+from asyncloader.telemetry.trials import Decision, Measured
+from asyncloader.telemetry.worker_tuning import WorkerTuner
 from asyncloader.workers.memory.ring_manager import RingManager
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS, run_async
@@ -47,13 +48,13 @@ class Planned(WorkerTuner):
         del window
         if not self.numbers:
             return None
-        self.before, self.workers = self.workers, self.numbers.pop(0)
-        return Decision(self.workers, kept=len(self.numbers) % 2 == 0, reason="it is planned")
+        self.before, self.value = self.value, self.numbers.pop(0)
+        return Decision(self.value, kept=len(self.numbers) % 2 == 0, reason="it is planned")
 
-    def failed(self, reason: str, workers: int) -> Decision | None:
-        del workers
-        self.workers = self.before
-        return Decision(self.workers, kept=True, reason=reason)
+    def failed(self, reason: str, most: int) -> Decision | None:
+        del most
+        self.value = self.before
+        return Decision(self.value, kept=True, reason=reason)
 
 
 class Trying(Planned):

@@ -18,7 +18,8 @@ from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, defi
 from asyncloader.dataloader2 import MultiProcessingReadingService
 from asyncloader.options import auto_workers
 from asyncloader.options.auto_workers import AutoWorkers
-from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
+from asyncloader.telemetry.trials import Decision, Measured
+from asyncloader.telemetry.worker_tuning import WorkerTuner
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows
 from tests.integration.auto_workers.test_changing_workers import planned
@@ -179,8 +180,8 @@ class Undecided(WorkerTuner):
         return 0.0, 1
 
     def observe(self, window: Measured) -> Decision | None:
-        self.tried.append(self.workers + 1)
-        return None if self.tries else self._start(self.workers + 1, "it is planned")
+        self.tried.append(self.value + 1)
+        return None if self.tries else self._start(self.value + 1, "it is planned")
 
 
 def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:

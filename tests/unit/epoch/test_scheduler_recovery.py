@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader.epoch.scheduler import Scheduler, quarantined
+from asyncloader.epoch.reassignment import quarantined
+from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import (
     Action,

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.telemetry.worker_tuning import Decision, Measured, WorkerTuner
+from asyncloader.telemetry.trials import Decision, Measured
+from asyncloader.telemetry.worker_tuning import WorkerTuner
 
 
 def window(
@@ -35,7 +36,7 @@ def test_a_gain_is_tried_and_kept() -> None:
     assert tuner.tries
     last = fed(tuner, window(1), window(19), window(19))[-1]
     assert last is not None
-    assert (last.workers, last.kept, tuner.workers, tuner.tries) == (4, True, 4, False)
+    assert (last.value, last.kept, tuner.value, tuner.tries) == (4, True, 4, False)
     assert "+90.0% faster" in last.reason
 
 
@@ -45,7 +46,7 @@ def test_a_difference_within_the_noise_is_no_gain() -> None:
     fed(tuner, window(1), window(9), window(11))
     found = fed(tuner, *[window(rate) for rate in (1, 12, 9.5, 12, 9.5, 12, 9.5, 12, 9.5)])[-1]
     assert found is not None
-    assert (found.workers, found.kept, tuner.tries) == (2, True, False)
+    assert (found.value, found.kept, tuner.tries) == (2, True, False)
 
 
 def test_a_rejected_number_rests() -> None:
@@ -66,7 +67,7 @@ def test_a_trial_that_slows_the_run_ends_at_once() -> None:
     fed(tuner, window(1), window(10), window(10), window(1))
     found = tuner.observe(window(8))
     assert found is not None
-    assert (found.workers, found.reason) == (2, "batches came 20% slower, with 4")
+    assert (found.value, found.reason) == (2, "batches came 20% slower, with 4")
 
 
 def test_workers_that_are_not_needed_go() -> None:
@@ -75,10 +76,10 @@ def test_workers_that_are_not_needed_go() -> None:
     idle = window(10, waited=0.01, proposed=None, busy=0.15)
     found = fed(tuner, idle, idle, idle)[-1]
     assert found is not None
-    assert (found.workers, found.kept) == (2, False)
+    assert (found.value, found.kept) == (2, False)
     found = fed(tuner, idle, idle, idle)[-1]
     assert found is not None
-    assert (found.workers, found.kept) == (2, True)
+    assert (found.value, found.kept) == (2, True)
 
 
 def test_fewer_workers_that_cost_something_come_back() -> None:
@@ -88,7 +89,7 @@ def test_fewer_workers_that_cost_something_come_back() -> None:
     fed(tuner, idle, idle, idle)
     found = fed(tuner, *[window(9.4, waited=0.2)] * 3)[-1]
     assert found is not None
-    assert found.workers == 4
+    assert found.value == 4
 
 
 def test_workers_for_which_there_is_no_room_go_without_a_trial() -> None:
@@ -105,7 +106,7 @@ def test_a_trial_without_further_workers_ends() -> None:
     fed(tuner, window(1), window(10), window(10))
     found = tuner.failed("no memory", 2)
     assert found is not None
-    assert (found.workers, tuner.workers, tuner.tries) == (2, 2, False)
+    assert (found.value, tuner.value, tuner.tries) == (2, 2, False)
 
 
 def test_a_number_that_is_not_to_be_had() -> None:
@@ -138,13 +139,13 @@ def test_any_windows(workers: int, windows: list[Measured]) -> None:
     """The number stays at least 1, grows by twice at most and not beyond the limit, and is the one that it decides."""
     tuner = WorkerTuner(workers)
     for each in windows:
-        before, may_try = tuner.workers, tuner.may_try(min(each.proposed or 0, each.most))
+        before, may_try = tuner.value, tuner.may_try(min(each.proposed or 0, each.most))
         found = tuner.observe(each)
-        assert (before if found is None else found.workers) == tuner.workers >= 1
+        assert (before if found is None else found.value) == tuner.value >= 1
         if found is not None and not found.kept:
-            assert found.workers != before
-            assert found.workers <= max(before, min(2 * before, each.most))
-            assert may_try or found.workers < before
+            assert found.value != before
+            assert found.value <= max(before, min(2 * before, each.most))
+            assert may_try or found.value < before
 
 
 # -------------------------------------------------------------------------------------------------- convergence
@@ -194,7 +195,7 @@ class Simulated:
         found: list[tuple[float, float, int]] = []
         while now < seconds:
             length = tuner.window[0]
-            number = tuner.workers
+            number = tuner.value
             rate = self.rate(number) * max(0.1, draw.gauss(1, self.noise))
             waited = max(0.0, 1 - self.consumer * rate)
             work = self.waits + self.computes * max(1.0, number / self.cpus)
@@ -207,7 +208,7 @@ class Simulated:
                 )
             )
             if decision is not None and not decision.kept:
-                self.switches.append((now, decision.workers))
+                self.switches.append((now, decision.value))
         return found
 
 

@@ -1,0 +1,131 @@
+"""EpochTuning: settings take turns, and one iterator at a time changes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncloader import DataLoader
+from asyncloader.epoch.tuning import EpochTuning, Room, TunedSetting
+from asyncloader.options.auto_value import AutoValue
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.telemetry.diagnosis import Diagnosis
+from asyncloader.telemetry.run_figures import Run
+from asyncloader.telemetry.statistics import Statistics
+from asyncloader.telemetry.trials import Measured, Proposal, Tuner
+from tests.helpers.seeded_datasets import Rows
+
+
+class Doubling(Tuner):
+    """Proposes twice the value, once."""
+
+    @property
+    def window(self) -> tuple[float, int]:
+        return 0.0, 1
+
+    def _propose(self, window: Measured) -> Proposal | None:
+        return None if self._rests(2 * self.value) or self.value > 1 else Proposal(2 * self.value, "it may help")
+
+
+class AutoOne(AutoValue):
+    __slots__ = ()
+
+    @staticmethod
+    def _first() -> Tuner:
+        return Doubling(1)
+
+
+class Setting(TunedSetting):
+    """Writes down what becomes of it."""
+
+    def __init__(self, name: str, applied: list[tuple[str, int]], auto: AutoOne | None = None) -> None:
+        super().__init__(auto or AutoOne())
+        self.name, self._applied, self.waits, self.closed = name, applied, False, False
+
+    def pending(self, now: float) -> bool:
+        return self.waits
+
+    def room(self, verdict: Diagnosis, run: Run, config: EpochConfig) -> Room:
+        return Room(None, 8, "the test")
+
+    def apply(self, value: int) -> None:
+        self._applied.append((self.name, value))
+
+    def words(self, value: int) -> str:
+        return f"{value}"
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def delivered(tuning: EpochTuning, statistics: Statistics, batches: int) -> None:
+    """Deliver so many batches, each a millisecond after the one before."""
+    for _ in range(batches):
+        statistics.batches += 1
+        statistics.elapsed_s += 1e-3
+        tuning._due = 0.0
+        tuning.delivered()
+
+
+def test_settings_take_turns() -> None:
+    """While one is tried, the other stays; it is tried once nothing is left to be tried of the first."""
+    statistics, applied = Statistics(), list[Any]()
+    settings = [Setting(name, applied) for name in "ab"]
+    config = EpochConfig.of(DataLoader[Any](Rows(8)))
+    tuning = EpochTuning(settings, config, statistics)
+    tuning.start()
+    assert applied == [("a", 1), ("b", 1)]
+    delivered(tuning, statistics, 40)
+    # Batches come no faster, so that each trial is rejected, behind two windows of it.
+    assert applied[2:] == [("a", 2), ("a", 1), ("b", 2), ("b", 1)]
+    assert list(settings[1].auto.decisions) == [
+        "tries 2 instead of 1: it may help",
+        "goes to 1 instead of 2: batches came +0.0% faster, where 0.0% is noise, with 2",
+    ]
+
+
+def test_a_change_that_has_not_taken_effect_is_not_measured() -> None:
+    """Windows begin once nothing is pending."""
+    statistics, applied = Statistics(), list[Any]()
+    setting, other = Setting("a", applied), Setting("b", applied)
+    config = EpochConfig.of(DataLoader[Any](Rows(8)))
+    tuning = EpochTuning([setting, other], config, statistics)
+    tuning.start()
+    delivered(tuning, statistics, 2)
+    other.waits = True
+    seen = setting.auto.tuner.seen
+    delivered(tuning, statistics, 20)
+    assert setting.auto.tuner.seen == seen
+    other.waits = False
+    delivered(tuning, statistics, 20)
+    assert ("a", 2) in applied
+
+
+def test_one_iterator_changes_the_settings() -> None:
+    """The next one goes on when the first has ended, with the number that it has left."""
+    statistics, applied = Statistics(), list[Any]()
+    first = Setting("first", applied)
+    second = Setting("second", applied, first.auto)  # type: ignore[arg-type]
+    config = EpochConfig.of(DataLoader[Any](Rows(8)))
+    one, two = (EpochTuning([each], config, statistics) for each in (first, second))
+    one.start()
+    two.start()
+    delivered(two, statistics, 10)
+    delivered(one, statistics, 4)
+    assert applied == [("first", 1), ("first", 2)]
+    one.close()
+    assert first.closed
+    delivered(two, statistics, 2)
+    assert applied[2:] == [("second", 2)]
+
+
+def test_a_trial_goes_on_in_the_next_epoch() -> None:
+    """Short epochs do not begin with the same setting each time."""
+    statistics, applied = Statistics(), list[Any]()
+    settings = [Setting(name, applied) for name in "ab"]
+    config = EpochConfig.of(DataLoader[Any](Rows(8)))
+    settings[1].auto.tuner._start(2, "it is planned")
+    tuning = EpochTuning(settings, config, statistics)
+    tuning.start()
+    delivered(tuning, statistics, 3)
+    tuning.close()
+    assert (settings[0].auto.tuner.seen, settings[1].auto.tuner.seen) == (0, 2)
