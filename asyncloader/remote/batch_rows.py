@@ -44,42 +44,54 @@ class BatchRows(SampleColumns):
 
         A column of numbers is an array: of one dimension, if the samples have Python's numbers; of more, if arrays.
         """
-        found: dict[int, tuple[RowTable, list[int], list[int]]] = {}
+        parts: dict[int, _Part] = {}
+        places, rows = list[int](), list[int]()
+        last: RowTable | None = None
         for place, (table, row) in enumerate(self._rows):
-            _, places, rows = found.setdefault(id(table), (table, [], []))
+            if table is not last:
+                last = table
+                if (part := parts.get(id(table))) is None:
+                    part = parts[id(table)] = _Part(table, [], [])
+                _, places, rows = part
             places.append(place)
             rows.append(row)
-        parts = [_Part(table, places, rows, _index(places), _index(rows)) for table, places, rows in found.values()]
-        names = parts[0].table.names
-        if any(part.table.names != names for part in parts):
-            return None
-        return {name: self._column(name, parts) for name in names}
-
-    def _column(self, name: str, parts: list[_Part]) -> Column:
-        columns = [part.table.columns.get(name) for part in parts]
-        arrays = [column for column in columns if isinstance(column, np.ndarray)]
-        if len(arrays) < len(parts) or (dtype := _common_dtype(arrays)) is None:
-            values: list[Any] = [None] * len(self)
-            for part in parts:
-                for place, value in zip(part.places, part.table.values(name, part.rows), strict=True):
-                    values[place] = value
-            return values
-        if len(parts) == 1:
-            return arrays[0][parts[0].from_array]
-        joined = np.empty((len(self), *arrays[0].shape[1:]), dtype)
-        for array, part in zip(arrays, parts, strict=True):
-            joined[part.to_array] = array[part.from_array]
-        return joined
+        return _joined([*parts.values()])
 
 
 class _Part(NamedTuple):
-    """The samples that are rows of one table: their places in the batch, their rows, and both as indexes of arrays."""
+    """The samples that are rows of one table: their places in the batch, and their rows."""
 
     table: RowTable
     places: list[int]
     rows: list[int]
-    to_array: slice | npt.NDArray[np.intp]
-    from_array: slice | npt.NDArray[np.intp]
+
+
+def _joined(parts: Sequence[_Part]) -> dict[str, Column] | None:
+    names = parts[0].table.names
+    if any(part.table.names != names for part in parts):
+        return None
+    order: list[int] = [place for part in parts for place in part.places]
+    # For each place in the batch, that in the parts one after the other; None: they are in the batch's order.
+    picks = None if order == list(range(len(order))) else np.argsort(np.array(order, np.intp))
+    chosen = [_index(part.rows) for part in parts]
+    return {name: _column(name, parts, chosen, picks) for name in names}
+
+
+def _column(
+    name: str,
+    parts: Sequence[_Part],
+    chosen: Sequence[slice | npt.NDArray[np.intp]],
+    picks: npt.NDArray[np.intp] | None,
+) -> Column:
+    columns = [part.table.columns.get(name) for part in parts]
+    arrays = [column for column in columns if isinstance(column, np.ndarray)]
+    if len(arrays) < len(parts) or (dtype := _common_dtype(arrays)) is None:
+        values = [value for part in parts for value in part.table.values(name, part.rows)]
+        return values if picks is None else [values[pick] for pick in picks.tolist()]
+    if len(parts) == 1:
+        return arrays[0][chosen[0]]
+    joined = np.concatenate([array[rows] for array, rows in zip(arrays, chosen, strict=True)], dtype=dtype)
+    return joined if picks is None else joined[picks]
 
 
 def _index(numbers: list[int]) -> slice | npt.NDArray[np.intp]:
@@ -95,8 +107,10 @@ def _common_dtype(arrays: list[npt.NDArray[Any]]) -> np.dtype[Any] | None:
     dtypes = {array.dtype for array in arrays}
     if len({array.shape[1:] for array in arrays}) > 1:
         return None
+    if len(dtypes) == 1:
+        return arrays[0].dtype
     # Python's numbers have the same type whatever the size; 64 bits without a sign have no common type with others.
     one_type = (
         arrays[0].ndim == 1 and len({dtype.kind == "f" for dtype in dtypes}) == 1 and np.dtype(np.uint64) not in dtypes
     )
-    return np.result_type(*dtypes) if one_type or len(dtypes) == 1 else None
+    return np.result_type(*dtypes) if one_type else None

@@ -41,6 +41,7 @@ from asyncloader.remote.rank_shares import (
 )
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.sample_offsets import SampleOffsets
 from asyncloader.remote.shard_sizes import (
     RAISED_WHEN_READ,
     bytes_per_sample,
@@ -382,13 +383,9 @@ class RemoteIterableDataset(IterableDataset[Any]):
     def counted_shards(self, counted: Sequence[Counted]) -> Shards:
         """Return how the streams of one epoch are read in the running loop, which must have been entered."""
         stores, ahead = self._stores.here(), max(_LEAST_AHEAD, self.read_ahead // LANES)
-
-        async def position(shard: Shard, number: int) -> int:
-            return await sample_position(shard, number, stores)
-
         assert self._listed is not None
         open_range = partial(self._open_from, stores, Pins(), ahead, tables=SharedParquet())
-        return Shards(self._listed, counted, open_range, position)
+        return Shards(self._listed, counted, open_range, SampleOffsets(stores))
 
     def _open(
         self, pins: Pins, shard: Shard, shard_range: AnyRange, on_bad: OnBad

@@ -17,6 +17,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
+from operator import itemgetter
 from time import monotonic
 
 from asyncloader.formats import Located, OnBad, Sample, ShardError
@@ -47,7 +48,8 @@ class RangeReading:
 
     def __init__(self, open: Open, shard: Shard, shard_range: AnyRange) -> None:
         self.shard_range = shard_range
-        self._found: deque[Located] | LocatedRows = deque()  # read and not taken yet
+        self._found: list[Located] | LocatedRows = []  # what was read last
+        self._taken = 0  # of them
         self.bad: deque[ShardError] = deque()
         """Bad samples before, between and after the samples that `take` returns next, with which they arrive."""
         self._reported: list[ShardError] = []
@@ -68,18 +70,19 @@ class RangeReading:
             most: at least 1.
             limit: only samples that end before this position. None: all.
         """
-        found = self._found
-        if isinstance(found, LocatedRows):
-            number = most if limit is None else min(most, bisect_left(found.resumes, limit))
-            taken, self._found = found[:number], found[number:]
+        found, at = self._found, self._taken
+        end = min(at + most, len(found))
+        if limit is not None and isinstance(found, LocatedRows):
+            end = bisect_left(found.resumes, limit, at, end)
+        elif limit is not None:
+            end = bisect_left(found, limit, at, end, key=itemgetter(1))
+        taken = found[at:end]
+        self._taken = end
+        if end == len(found):
+            self._found, self._taken = [], 0  # they are the caller's alone
+        if isinstance(taken, LocatedRows):
             return taken.samples, taken.resumes
-        samples: list[Sample] = []
-        resumes: list[int] = []
-        while found and len(samples) < most and (limit is None or found[0].resume < limit):
-            sample, resume = found.popleft()
-            samples.append(sample)
-            resumes.append(resume)
-        return samples, resumes
+        return [each[0] for each in taken], [each[1] for each in taken]
 
     async def more(self) -> None:
         """Read more samples, after `take` has returned those before, and extend `bad`.
@@ -92,7 +95,7 @@ class RangeReading:
         called = monotonic()
         try:
             found = await (anext(self._stream) if begun is None else begun)
-            self._found = found if isinstance(found, LocatedRows) else deque(found)
+            self._found, self._taken = found if isinstance(found, LocatedRows) else list(found), 0
         except TransportError as error:
             self.outdated = error.made_at < called
             raise

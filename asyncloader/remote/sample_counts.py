@@ -52,10 +52,12 @@ class Counted(NamedTuple):
         samples: their number. A bad sample counts, as does the end of a shard that cannot be read: a reader
             of it gets the error.
         marks: where reading can begin, ascending: the numbers of samples, and their offsets. None: at the beginning.
+        indexed: an index of its samples may lie beside it, because its number was not counted, but written down.
     """
 
     samples: int
     marks: npt.NDArray[np.int64] | None = None
+    indexed: bool = False
 
     def before(self, number: int) -> Mark:
         """Return the last mark at or before a sample."""

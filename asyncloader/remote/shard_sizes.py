@@ -164,10 +164,13 @@ async def sample_position(shard: Shard, number: int, stores: Stores) -> int:
         ShardError: the table is damaged.
         TransportError: the table cannot be read.
     """
-    return number if shard.mds is None else int((await _offsets(shard, shard.mds, stores))[number])
+    return number if shard.mds is None else int((await mds_offsets(shard, shard.mds, stores))[number])
 
 
-async def _offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[np.int64]:
+async def mds_offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[np.int64]:
+    """Read an MDS shard's table: the offset of each sample and, last, of the end. Reads and raises as
+    `sample_position`.
+    """
     transport, path = stores.find(shard.url)
     if mds.compression is not None:
         header = await _decompress_head(transport, path, shard.url, mds.compression, mds.header_size)
@@ -209,7 +212,7 @@ async def _decompress_head(transport: Transport, path: str, url: str, compressio
 async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
     if shard.mds is None:
         return shard
-    offsets = await _offsets(shard, shard.mds, stores)
+    offsets = await mds_offsets(shard, shard.mds, stores)
     edge_count = min(shard.mds.samples, EDGES_PER_RANGE * parts)
     edges = (
         [int(offsets[shard.mds.samples * edge // edge_count]) for edge in range(edge_count + 1)] if edge_count else []

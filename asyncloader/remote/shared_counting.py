@@ -80,7 +80,7 @@ async def count_samples(counting: Counting, shards: Sequence[Shard]) -> list[Cou
     kept = await _kept(counting)
     part = await _count(counting, shards, unknown, promises, kept)
     await _keep(counting, part, kept)
-    return _joined(shards, part.counted)
+    return _joined(shards, part.counted, promises)
 
 
 async def count_together(
@@ -139,11 +139,18 @@ async def count_together(
     await ranks.check(error)
     part = await _exchanged(part, unknown, ranks)
     await _keep(counting, part, kept)
-    return shards, _joined(shards, part.counted)
+    return shards, _joined(shards, part.counted, promises)
 
 
-def _joined(shards: Sequence[Shard], counted: Mapping[int, Counted]) -> list[Counted]:
-    return [counted[at] if shard.samples is None else Counted(shard.samples) for at, shard in enumerate(shards)]
+def _joined(shards: Sequence[Shard], counted: Mapping[int, Counted], promises: Mapping[int, Promise]) -> list[Counted]:
+    found: list[Counted] = []
+    for at, shard in enumerate(shards):
+        each = counted[at] if shard.samples is None else Counted(shard.samples)
+        promise = promises.get(at)
+        # A number that was kept may be an earlier promise. Of a shard that was read, positions are known.
+        indexed = each.marks is None and promise is not None and promise.samples == each.samples
+        found.append(each._replace(indexed=True) if indexed else each)
+    return found
 
 
 # ------------------------------------------------------------------------------------------------- counting

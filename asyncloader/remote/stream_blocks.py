@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import islice, repeat, takewhile
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import Sample, ShardError
@@ -21,6 +24,7 @@ from asyncloader.formats.rows import Rows, RowTable
 from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.sample_offsets import SampleOffsets
 from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stream_order import Block, Segment, StreamOrder
 from asyncloader.shielding import shielded, wait_until_done
@@ -54,40 +58,54 @@ class Shards:
         shards: the catalog.
         counted: the count of each shard's samples.
         open: opens a range of a shard.
-        position: returns the position of a sample of an MDS shard.
+        offsets: finds where samples begin.
     """
 
-    def __init__(
-        self,
-        shards: Sequence[Shard],
-        counted: Sequence[Counted],
-        open: Open,
-        position: Callable[[Shard, int], Awaitable[int]],
-    ) -> None:
+    def __init__(self, shards: Sequence[Shard], counted: Sequence[Counted], open: Open, offsets: SampleOffsets) -> None:
         self.shards = shards
         self.open = open
         self._counted = counted
-        self._position = position
+        self._offsets = offsets
 
-    async def begin(self, segment: Segment) -> SegmentRange:
-        """Return the range to read for a segment."""
-        shard, whole = self.shards[segment.shard], self.whole(segment)
-        if not segment.first:
-            return whole
-        if shard.format == PARQUET:
-            return whole._replace(start=segment.first)
-        if shard.mds is not None:
-            return whole._replace(start=await self._position(shard, segment.first))
-        mark = self._counted[segment.shard].before(segment.first)
-        return whole._replace(start=mark.offset, skip=segment.first - mark.number)
+    async def range_of(self, segment: Segment) -> SegmentRange:
+        """Return the range to read for a segment.
 
-    def whole(self, segment: Segment) -> SegmentRange:
-        """Return the range from the shard's beginning to the first known position at or after the segment's end."""
-        stop = segment.first + segment.span
-        if self.shards[segment.shard].format == PARQUET:
-            return SegmentRange(segment.shard, 0, stop, most=segment.span)
-        mark = self._counted[segment.shard].after(stop)
-        return SegmentRange(segment.shard, 0, None if mark is None else mark.offset, most=segment.span)
+        Raises:
+            ShardError: the table of an MDS shard is damaged.
+            TransportError: the table or the index of the shard cannot be read.
+        """
+        shard, counted = self.shards[segment.shard], self._counted[segment.shard]
+        return self._range(segment, await self._offsets.find(shard, counted) if self._is_cut(segment) else None)
+
+    def range_known(self, segment: Segment) -> SegmentRange | None:
+        """Return the range to read for a segment; None: something must be read to know it."""
+        shard, counted = self.shards[segment.shard], self._counted[segment.shard]
+        if not self._is_cut(segment):
+            return self._range(segment, None)
+        return None if self._offsets.must_read(shard, counted) else self._range(segment, self._offsets.known(shard))
+
+    def _is_cut(self, segment: Segment) -> bool:
+        """Whether reading less than the shard saves anything: one that is compressed is read from its beginning on."""
+        ends_inside = segment.first + segment.span < self._counted[segment.shard].samples
+        return segment.first > 0 or (ends_inside and not _is_compressed(self.shards[segment.shard]))
+
+    def _range(self, segment: Segment, offsets: npt.NDArray[np.int64] | None) -> SegmentRange:
+        """Return the range from the last known position before a segment to the first behind it."""
+        number, first, size = segment.shard, segment.first, segment.span
+        stop, counted = first + size, self._counted[number]
+        if self.shards[number].format == PARQUET:
+            return SegmentRange(number, first, stop, most=size)
+        if offsets is None:
+            before, after = counted.before(first), counted.after(stop)
+            end = None if after is None else after.offset
+            return SegmentRange(number, before.offset, end, skip=first - before.number, most=size)
+        # What lies before the first sample and behind the last is for the shard's reader to check.
+        start = int(offsets[first]) if first else 0
+        return SegmentRange(number, start, int(offsets[stop]) if stop < counted.samples else None, most=size)
+
+
+def _is_compressed(shard: Shard) -> bool:
+    return (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
 
 
 async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGenerator[list[Element], None]:
@@ -101,12 +119,13 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
     """
     ahead = RangePrefetcher(shards.shards, shards.open, OPEN_AHEAD)
     next_few = list(islice(segments, 4))
+    early: dict[Segment, SegmentRange] = {}  # what may have been opened; of the next few, in their order
     async with aclosing(ahead):
         while next_few:
             segment = next_few.pop(0)
             next_few += islice(segments, 1)
             try:
-                shard_range = await shards.begin(segment)
+                shard_range = early.pop(segment, None) or await shards.range_of(segment)
             except Exception as error:
                 if not is_about_sample(error):
                     raise
@@ -116,7 +135,11 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
                 continue
             reading = ahead.open(shard_range)
             # Only what begins with its shard: where another begins may have to be read first.
-            ahead.look(shard_range, map(shards.whole, takewhile(lambda each: not each.first, next_few)))
+            for each in takewhile(lambda each: not each.first, next_few[len(early) :]):
+                if (known := shards.range_known(each)) is None:
+                    break
+                early[each] = known
+            ahead.look(shard_range, early.values())
             shard = shards.shards[segment.shard]
             # All other readers begin behind these samples.
             skip = shard_range.skip if shard.format == CUSTOM else 0
@@ -170,18 +193,23 @@ def _repeated(error: Exception, count: int) -> Iterator[list[Element]]:
 def _taken(reading: RangeReading, most: int) -> list[Element]:
     """Take at most `most` of the samples and errors that were read, in their order in the shard."""
     bad = reading.bad
+    if not bad:
+        return _elements(reading.take(most, None)[0])
     taken: list[Element] = []
     while len(taken) < most:
-        samples, _ = reading.take(most - len(taken), bad[0].resume if bad else None)
-        if isinstance(samples, Rows):
-            taken += map(TableRow._make, zip(repeat(samples.table), samples.within, strict=False))
-        else:
-            taken += samples
+        samples = _elements(reading.take(most - len(taken), bad[0].resume if bad else None)[0])
+        taken += samples
         if not samples:
             if not bad:
                 break
             taken.append(bad.popleft())
     return taken
+
+
+def _elements(samples: Sequence[Sample]) -> list[Element]:
+    if isinstance(samples, Rows):
+        return [*map(TableRow._make, zip(repeat(samples.table), samples.within, strict=False))]
+    return [*samples]
 
 
 def copied(error: Exception) -> Exception:
