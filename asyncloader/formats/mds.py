@@ -142,14 +142,36 @@ def parse_mds_index(data: bytes, *, url: str = "") -> list[MdsShard]:
         raise ShardError(f"the MDS index is no JSON: {error}", url=url) from error
     try:
         _expect(_member(index, "version") == 2, "version is not 2")
-        return [_shard(shard) for shard in _list(index, "shards")]
+        return [parse_mds_entry(shard) for shard in _list(index, "shards")]
     except ShardError:
         raise
     except ValueError as error:
         raise ShardError(f"the MDS index cannot be used: {error}", url=url) from error
 
 
-def _shard(shard: Any) -> MdsShard:
+def mds_entry(shard: MdsShard) -> dict[str, Any]:
+    """Return the entry of a shard in an index, as `parse_mds_entry` reads it."""
+    stored = {"basename": shard.path, "bytes": shard.stored_size}
+    names = {kind: name for name, kind in COMPRESSIONS.items()}
+    return {
+        "version": 2,
+        "format": "mds",
+        "samples": shard.samples,
+        "raw_data": {"basename": shard.path, "bytes": shard.size},
+        "zip_data": None if shard.compression is None else stored,
+        "compression": None if shard.compression is None else names[shard.compression],
+        "column_names": [column.name for column in shard.columns],
+        "column_encodings": [column.encoding for column in shard.columns],
+        "column_sizes": [column.size for column in shard.columns],
+    }
+
+
+def parse_mds_entry(shard: Any) -> MdsShard:
+    """Return the shard of an entry of an index.
+
+    Raises:
+        ValueError: the entry contradicts itself, or cannot be used.
+    """
     _expect(_member(shard, "version") == 2, "a shard's version is not 2")
     _expect(_member(shard, "format") == "mds", "a shard's format is not 'mds'")
     samples = _number(shard, "samples", UINT32)

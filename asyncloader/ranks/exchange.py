@@ -27,6 +27,9 @@ _T = TypeVar("_T")
 
 _NO_RANK = 1 << 31
 
+MOST_SHARED = 1 << 29
+"""Bytes that a rank can give to the others at once."""
+
 _MOST_TEXT = 2000  # characters of another rank's error
 
 
@@ -85,6 +88,10 @@ class RankExchange:
         """Return the data of one rank; those of the others are not used."""
         mine = data if self.rank == rank else b""
         size = (await self._call(partial(self._group.reduce, len(mine))))[1]
+        if size > MOST_SHARED:  # on all ranks, before any allocates it
+            raise RanksDisagree(
+                f"rank {rank} has {size:,} bytes for the others, and {MOST_SHARED:,} are allowed at most"
+            )
         words = np.zeros(-(-size // 8), np.int64)
         words.view(np.uint8)[: len(mine)] = np.frombuffer(mine, np.uint8)
         return (await self.total(words)).tobytes()[:size]

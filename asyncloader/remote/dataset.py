@@ -9,7 +9,6 @@ The main process finds the shards and plans an epoch (`plan`); each worker reads
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -42,6 +41,7 @@ from asyncloader.remote.rank_shares import (
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.sample_offsets import SampleOffsets
+from asyncloader.remote.shard_list import fingerprint_of
 from asyncloader.remote.shard_sizes import (
     RAISED_WHEN_READ,
     bytes_per_sample,
@@ -50,9 +50,10 @@ from asyncloader.remote.shard_sizes import (
     with_edges,
     with_sizes,
 )
-from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group_ranges
+from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group_ranges, taken
 from asyncloader.remote.shared_counting import Counting, count_samples, count_together
-from asyncloader.remote.stores import LoopStores, Stores, scheme_of, strip_signature
+from asyncloader.remote.shared_listing import SharedListing, names_of
+from asyncloader.remote.stores import LoopStores, Stores
 from asyncloader.remote.stream_blocks import Shards
 from asyncloader.remote.stream_order import LANES
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
@@ -172,9 +173,10 @@ class RemoteIterableDataset(IterableDataset[Any]):
         )
         if cache_dir is None or streams is None:  # with streams, also the numbers of local shards are kept
             warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
-        self._listed: list[Shard] | None = None  # the result of `find_shards`
-        self._counted_shards: list[Shard] | None = None  # with sizes or counts, for `len`
-        self.planned_shards: list[Shard] | None = None  # with sizes and cut points, for the latest plan
+        self._listing = SharedListing()
+        self._listed: Sequence[Shard] | None = None  # the result of `find_shards`
+        self._counted_shards: Sequence[Shard] | None = None  # with sizes or counts, for `len`
+        self.planned_shards: Sequence[Shard] | None = None  # with sizes and cut points, for the latest plan
         self._parts: tuple[int, int] | None = None  # the number of ranges that this plan asked for, and of ranks
         self._counts: npt.NDArray[np.int64] | None = None  # samples in each of its ranges, if known
         self._logged = False  # the part that the ranks' shares leave out
@@ -292,30 +294,30 @@ class RemoteIterableDataset(IterableDataset[Any]):
         parts = RANGES_PER_WORKER * workers * ranks
         shards = await self._with_known_sizes(parts, ranks)
         shard_ranges = cut(shards, parts)
-        order = np.arange(len(shard_ranges))
+        order = np.arange(len(shard_ranges), dtype=np.int64)
         shuffle = key if self.shuffle_shards else None
         # Ranks with different keys keep the common order: with different orders, two could read the same range.
         if shuffle is not None and common:
             order = Permutation(len(order), shuffle, 0)(order)
         if ranks == 1:
-            shares, mine = EpochShares(1, None, 0.0), [shard_ranges[at] for at in order.tolist()]
+            shares, mine = EpochShares(1, None, 0.0), taken(shard_ranges, order)
         elif (counts := self._sample_counts(shards, shard_ranges)) is not None:
             shares = EpochShares(ranks, int(counts.sum()), 0.0)
             stretch = stretch_of(counts[order], rank, ranks)
-            mine = [shard_ranges[at] for at in order[stretch.first : stretch.stop].tolist()]
-            mine = await self._trim(mine, shards, stretch)
+            mine = taken(shard_ranges, order[stretch.first : stretch.stop])
+            mine = await self._trim(list(mine), shards, stretch)
         else:
-            part = part_left_out(shards, [shard_ranges[at] for at in order.tolist()], ranks)
-            shares, mine = EpochShares(ranks, None, part), [shard_ranges[at] for at in order[rank::ranks].tolist()]
+            part = part_left_out(shards, taken(shard_ranges, order), ranks)
+            shares, mine = EpochShares(ranks, None, part), taken(shard_ranges, order[rank::ranks])
             if not rank and not self._logged:
                 self._logged = True
                 log_left_out(part, len(shards), ranks)
         if shuffle is not None and not common:
-            mine = [mine[at] for at in Permutation(len(mine), shuffle, 0)(np.arange(len(mine))).tolist()]
+            mine = taken(mine, Permutation(len(mine), shuffle, 0)(np.arange(len(mine))))
         elif shuffle is None and ranks > 1 and mine:
             # Otherwise each epoch would leave out the same samples, those at the end of a rank's share.
             first = (key or 0) % len(mine)
-            mine = mine[first:] + mine[:first]
+            mine = taken(mine, np.roll(np.arange(len(mine)), -first))
         return EpochPlan(group_ranges(mine, shards, workers), shares)
 
     async def fingerprint(self, workers: int, ranks: int) -> str:
@@ -325,17 +327,13 @@ class RemoteIterableDataset(IterableDataset[Any]):
         Raises:
             The errors of `plan`.
         """
-        digest = hashlib.blake2b(digest_size=16)
         shards = await self._with_known_sizes(RANGES_PER_WORKER * workers * ranks, ranks)
-        for name, shard in zip(self.shard_urls, shards, strict=True):
-            digest.update(repr((name, *shard[1:])).encode(errors="surrogatepass"))
-        return digest.hexdigest()
+        return fingerprint_of(self.shard_urls, shards)
 
     @property
     def shard_urls(self) -> list[str]:
         """The URLs that identify the shards in a state, without signatures. Empty before `plan`."""
-        urls = (shard.url for shard in self._listed or [])
-        return [strip_signature(url) if scheme_of(url) in ("http", "https") else url for url in urls]
+        return names_of(self._listed or [])
 
     def open_worker_stream(self, source: AssignmentSource) -> WorkerStream:
         """Open one worker's stream. `plan` must have been called, here or before this dataset was pickled."""
@@ -370,7 +368,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if ranks is None:
                 self._all_counted = await count_samples(counting, await self._find(stores))
             else:
-                find = partial(self._find, stores)
+                find = partial(self._find, stores, alone=True)
                 self._listed, self._all_counted = await count_together(
                     counting, find, self._listed, self._all_counted, about or {}, ranks
                 )
@@ -449,13 +447,15 @@ class RemoteIterableDataset(IterableDataset[Any]):
 
     # ------------------------------------------------------------------------------------- facts about shards
 
-    async def _find(self, stores: Stores) -> list[Shard]:
+    async def _find(self, stores: Stores, *, alone: bool = False) -> Sequence[Shard]:
+        """Return the listed shards. `alone`: the other ranks get the list in another way."""
         if self._listed is None:
             custom = callable(self.format) and not isinstance(self.format, ShardFormat)
-            self._listed = await find_shards(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+            find = find_shards if alone else self._listing.find
+            self._listed = await find(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
         return self._counted_shards or self._listed
 
-    async def _with_known_sizes(self, parts: int, ranks: int) -> list[Shard]:
+    async def _with_known_sizes(self, parts: int, ranks: int) -> Sequence[Shard]:
         """Return the shards with the sizes, numbers of samples and cut points that a plan of `parts` ranges for `ranks`
         ranks is based on.
 
@@ -479,7 +479,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             self.planned_shards, self._parts, self._counts = shards, (parts, ranks), None
             return shards
 
-    async def _count_samples(self) -> list[Shard]:
+    async def _count_samples(self) -> Sequence[Shard]:
         async with aclosing(self._own_stores()) as stores:
             self._counted_shards = await with_counts(await self._find(stores), stores, leave=RAISED_WHEN_READ)
             return self._counted_shards

@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
 from asyncloader.remote.braces import MOST, expand
-from asyncloader.remote.catalog import PlainFormats, Shard, format_of, named_format
+from asyncloader.remote.catalog import PlainFormats, PlainShards, Shard, format_of, named_format
 from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 
@@ -76,7 +76,7 @@ async def find_shards(
     urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     stores: Stores,
     format: ShardFormat | str | None = None,
-) -> list[Shard]:
+) -> Sequence[Shard]:
     """Find the shards that `urls` refer to, in the given order; below a prefix ascending.
 
     URLs of single shards are not checked: if an object does not exist, reading it fails.
@@ -98,7 +98,10 @@ async def find_shards(
     wanted = named_format(format)
     shards: list[Shard] = []
     plain = PlainFormats()
-    for url in await _at_commits(await _with_directories(expand_urls(urls), stores, plain), stores):
+    named = expand_urls(urls)
+    if len(named) > 1 and (all_plain := _all_plain(named, wanted, plain)) is not None:
+        return all_plain
+    for url in await _at_commits(await _with_directories(named, stores, plain), stores):
         if (shard := _plain(url, url, wanted, plain)) is not None:
             shards.append(shard)
             continue
@@ -125,6 +128,16 @@ def _plain(path: str, url: str, wanted: ShardFormat | None, plain: PlainFormats)
     if form is None or path.endswith(INDEX) or (wanted is not None and wanted.name == "mds"):
         return None
     return Shard(url, wanted or form)
+
+
+def _all_plain(urls: list[str], wanted: ShardFormat | None, plain: PlainFormats) -> PlainShards | None:
+    """Return single shards whose URLs are all plain, quickly: they name no folder, no index and no branch."""
+    form = plain.find_all(urls)
+    if form is None or (wanted is not None and wanted.name == "mds"):
+        return None
+    if any(url.startswith(("hf:", "HF:", "hF:", "Hf:")) for url in urls):
+        return None
+    return PlainShards(urls, wanted or form)
 
 
 def _single(url: str, wanted: ShardFormat | None) -> Shard:

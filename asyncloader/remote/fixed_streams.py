@@ -105,11 +105,17 @@ class FixedStreams(Dataset[Any]):
         if ranks is not None and not ranks.done:
             async with ranks.planning():
                 if not ranks.done:
-                    about = {**self.described(), "shards": None, "seed": self.seed, "global batch": batch}
-                    self._plan(batch, await self.source.counted(ranks, about))
+                    await self.plan_together(batch, ranks)
                     ranks.done = True
         if not self._planned or self._planned[0].batch != batch:
             self._plan(batch, await self.source.counted())
+
+    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
+        """Count the samples together with the other ranks. Arguments and errors as of `plan_streams`; the caller holds
+        `RankExchange.planning`.
+        """
+        about = {**self.described(), "shards": None, "seed": self.seed, "global batch": batch}
+        self._plan(batch, await self.source.counted(ranks, about))
 
     def _plan(self, batch: int, counted: Sequence[Counted]) -> None:
         digest = hashlib.blake2b(digest_size=16)

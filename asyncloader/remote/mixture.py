@@ -25,7 +25,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.bridge import in_thread
-from asyncloader.errors import StateError
+from asyncloader.errors import RanksDisagree, StateError
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.stream_order import LANES
 from asyncloader.samplers.interleave import whole_weights
@@ -41,6 +41,7 @@ from asyncloader.workers.fetch.threads import JobThreads
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
 
+_SHOWN = 300  # bytes of what another rank says
 _PASSES = 2  # over a stream that are open at the same time
 
 Weights = Sequence[float | Fraction]
@@ -206,23 +207,51 @@ class MixedSources(Dataset[Any]):
         """Return a sampler of the order."""
         return MixedPositions(self)
 
-    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:  # noqa: ARG002
-        """Count the samples of the streams, unless that was done. Each rank counts by itself.
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Count the samples of the streams, unless that was done.
 
         Args:
             batch: samples in a global batch.
-            ranks: not used.
+            ranks: the others, each of which calls this; None: this rank counts alone.
 
         Raises:
             ValueError: a stream has another number of samples than `lengths` has for it.
             The errors of `FixedStreams.plan_streams`.
         """
+        if ranks is not None and any(self.streams) and not ranks.done:
+            async with ranks.planning():
+                if not ranks.done:
+                    await self._plan_together(batch, ranks)
+                    ranks.done = True
+        for number, part in enumerate(self._parts):
+            if self.streams[number]:
+                await part.plan_streams(self._part_of(batch, number))
+        await self._measure()
+
+    async def _plan_together(self, batch: int, ranks: RankExchange) -> None:
+        # Ranks with other sources would wait for each other.
+        mine = f"sources that are streams: {self.streams}, of a global batch of {batch}".encode()
+        first = await ranks.share(mine)
+        other = f"rank {ranks.rank} has {mine.decode()}, and rank 0 {first[:_SHOWN].decode(errors='replace')}"
+        await ranks.check(None if first == mine else RanksDisagree(f"{other}: give all ranks the same mixture"))
+        for number, part in enumerate(self._parts):
+            if self.streams[number]:
+                await part.plan_together(self._part_of(batch, number), ranks)
+        error: Exception | None = None
+        try:
+            await self._measure()
+        except Exception as failed:
+            error = failed
+        await ranks.check(error)
+
+    def _part_of(self, batch: int, number: int) -> int:
+        """Return about the samples of a global batch that are a stream's, which are then read from few streams."""
+        return max(1, round(batch * max(Fraction(weights[number], sum(weights)) for _, weights in self.weights)))
+
+    async def _measure(self) -> None:
         sizes: list[int] = []
         for number, part in enumerate(self._parts):
             if self.streams[number]:
-                # About the samples of a global batch that are the stream's, which are then read from few streams.
-                share = max(Fraction(weights[number], sum(weights)) for _, weights in self.weights)
-                await part.plan_streams(max(1, round(batch * share)))
                 self.source.check_counted(number, part.samples)
                 sizes.append(part.samples)
             else:

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncloader.formats import ShardFormat, ShardRange, cut_shard
-from asyncloader.remote.catalog import PARQUET, Shard
+from asyncloader.remote.catalog import PARQUET, PlainShards, Shard
 
 GROUP_BYTES = 32 << 20
 """Upper bound of the bytes in one assignment of several ranges: 0.3 s at 100 MB/s."""
@@ -41,6 +44,53 @@ class CatalogRange(NamedTuple):
     sync: bool = False
 
 
+class WholeShards(Sequence[CatalogRange]):
+    """Ranges that are whole shards. Each is made when it is asked for: there may be a million.
+
+    Attributes:
+        numbers: of the shards in the catalog.
+    """
+
+    def __init__(self, numbers: npt.NDArray[np.int64]) -> None:
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @overload
+    def __getitem__(self, at: int) -> CatalogRange: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[CatalogRange]: ...
+
+    def __getitem__(self, at: int | slice) -> CatalogRange | Sequence[CatalogRange]:
+        return WholeShards(self.numbers[at]) if isinstance(at, slice) else CatalogRange(int(self.numbers[at]))
+
+
+class SingleRanges(Sequence[tuple[CatalogRange, ...]]):
+    """Assignments of one range each. Each is made when it is asked for.
+
+    Attributes:
+        ranges: of the assignments.
+    """
+
+    def __init__(self, ranges: WholeShards) -> None:
+        self.ranges = ranges
+
+    def __len__(self) -> int:
+        return len(self.ranges)
+
+    @overload
+    def __getitem__(self, at: int) -> tuple[CatalogRange, ...]: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[tuple[CatalogRange, ...]]: ...
+
+    def __getitem__(self, at: Any) -> Any:
+        chosen = self.ranges[at]
+        return SingleRanges(chosen) if isinstance(chosen, WholeShards) else (chosen,)
+
+
 class SegmentRange(NamedTuple):
     """A part of a range: some samples of one shard of the catalog, good or bad.
 
@@ -65,7 +115,14 @@ def can_cut(shard: Shard) -> bool:
     return shard.format in (PARQUET, ShardFormat("jsonl", None))
 
 
-def cut(shards: Sequence[Shard], parts: int) -> list[CatalogRange]:
+def taken(ranges: Sequence[CatalogRange], order: npt.NDArray[np.int64]) -> Sequence[CatalogRange]:
+    """Return the ranges at these places, in this order."""
+    if isinstance(ranges, WholeShards):
+        return WholeShards(ranges.numbers[order])
+    return [ranges[at] for at in order.tolist()]
+
+
+def cut(shards: Sequence[Shard], parts: int) -> Sequence[CatalogRange]:
     """Cut `shards` into at least `parts` ranges; fewer if formats and sizes allow no more.
 
     With at least `parts` shards, each shard is one range. Otherwise the largest ranges are cut first, so that the
@@ -80,6 +137,8 @@ def cut(shards: Sequence[Shard], parts: int) -> list[CatalogRange]:
     """
     if parts < 1:
         raise ValueError(f"cannot cut shards into {parts} parts")
+    if len(shards) >= parts:
+        return WholeShards(np.arange(len(shards)))
     counts = [1] * len(shards)
     most = [_most_parts(shard) for shard in shards]
     # Ordered by the size of the shard's ranges, largest first; then by shard.
@@ -137,13 +196,13 @@ def bytes_left(shard: Shard, shard_range: CatalogRange | SegmentRange) -> int | 
 
 def group_ranges(
     shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int
-) -> list[tuple[CatalogRange, ...]]:
+) -> Sequence[tuple[CatalogRange, ...]]:
     """Group small neighbouring ranges into assignments, as far as enough assignments remain to balance the workers.
 
     A worker opens the ranges of an assignment early, so that small ranges do not cost a round trip each.
     """
-    if all(shard.size is None for shard in shards) and all(each.stop is None for each in shard_ranges):
-        return list(zip(shard_ranges, strict=True))  # quickly: there may be a million
+    if isinstance(shards, PlainShards) and isinstance(shard_ranges, WholeShards):
+        return SingleRanges(shard_ranges)  # no size is known
     most = min(GROUP_RANGES, len(shard_ranges) // (GROUPS_PER_WORKER * workers))
     assignments: list[tuple[CatalogRange, ...]] = []
     group: list[CatalogRange] = []

@@ -22,13 +22,13 @@ import numpy as np
 
 from asyncloader.bridge import in_thread
 from asyncloader.errors import RanksDisagree
-from asyncloader.formats import ShardFormat
 from asyncloader.ranks.exchange import RankExchange
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.index_counts import Promise, read_promises
 from asyncloader.remote.kept_counts import hash_of, read_counts, write_counts
 from asyncloader.remote.prefetch import Open
 from asyncloader.remote.sample_counts import Counted, count_shards
+from asyncloader.remote.shard_list import plain_list, read_list
 from asyncloader.remote.shard_sizes import RAISED_WHEN_READ, REQUESTS, with_counts
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import InvalidPath, SizeUnknown
@@ -123,9 +123,7 @@ async def count_together(
         if ranks.rank:
             theirs = await in_thread(partial(json.loads, data))
             _compare(theirs["about"], about, ranks.rank)
-            if theirs["mds"] and not shards:
-                shards = list(await find())  # an index, which is one small object
-            shards = _listing(theirs, shards, ranks.rank)
+            shards = _listing(read_list(theirs["shards"]), shards, ranks.rank)
             promises = {at: Promise(*each) for at, *each in theirs["promises"]}
         unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
         kept = await _kept(counting)
@@ -222,17 +220,8 @@ async def _keep(counting: Counting, part: _CountedPart, kept: Mapping[bytes, Cou
 
 def _pack(shards: Sequence[Shard], promises: Mapping[int, Promise], about: Mapping[str, Any]) -> bytes:
     """Return what rank 0 sends to the others."""
-    formats = {each: number for number, each in enumerate(dict.fromkeys(shard.format for shard in shards))}
-    return json.dumps(
-        {
-            "about": about,
-            "urls": [shard.url for shard in shards],
-            "formats": list(formats),
-            "format_of": [formats[shard.format] for shard in shards],
-            "mds": [shard.samples for shard in shards] if any(shard.mds is not None for shard in shards) else None,
-            "promises": [(at, *each) for at, each in promises.items()],
-        }
-    ).encode()
+    sent = {"about": about, "shards": plain_list(shards), "promises": [(at, *each) for at, each in promises.items()]}
+    return json.dumps(sent).encode()
 
 
 def _compare(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> None:
@@ -250,23 +239,20 @@ def _compare(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> N
             )
 
 
-def _listing(theirs: Mapping[str, Any], mine: Sequence[Shard], rank: int) -> list[Shard]:
+def _listing(theirs: Sequence[Shard], mine: Sequence[Shard], rank: int) -> list[Shard]:
     """Return the shards that rank 0 has listed.
 
     Raises:
         RanksDisagree: this rank has listed others.
     """
-    urls: list[str] = theirs["urls"]
-    samples = theirs["mds"] or [None] * len(urls)
     if not mine:
-        formats = [ShardFormat(*each) for each in theirs["formats"]]
-        return [Shard(url, formats[number]) for url, number in zip(urls, theirs["format_of"], strict=True)]
-    for at in range(max(len(urls), len(mine))):
+        return list(theirs)
+    for at in range(max(len(theirs), len(mine))):
         here = (mine[at].url, mine[at].samples) if at < len(mine) else None
-        there = (urls[at], samples[at]) if at < len(urls) else None
+        there = (theirs[at].url, theirs[at].samples) if at < len(theirs) else None
         if here != there:
             raise RanksDisagree(
-                f"rank {rank} lists {len(mine)} shards and rank 0 lists {len(urls)}; the first that differ, with the "
+                f"rank {rank} lists {len(mine)} shards and rank 0 lists {len(theirs)}; the first that differ, with the "
                 f"samples in their index, are {here!r:.{_SHOWN}} and {there!r:.{_SHOWN}}: let all ranks see the same "
                 "store"
             )

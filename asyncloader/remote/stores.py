@@ -146,6 +146,11 @@ class Stores:
         return self._transport
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """Keyword arguments of the transports that are opened."""
+        return self._options
+
+    @property
     def cache_dir(self) -> str | None:
         """The directory in which objects are cached."""
         return self._cache_dir

@@ -28,6 +28,7 @@ from asyncloader import AsyncDataLoader, Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from asyncloader.transports import LocalTransport
 from tests.helpers import straggling
+from tests.helpers.listing_ranks import Listing
 from tests.helpers.package_tables import read_table
 from tests.helpers.remote_folders import dataset_of, with_method
 from tests.helpers.running import PATIENCE_S
@@ -108,11 +109,11 @@ class Recording(LocalTransport):
         return super().pinned(path)
 
 
-class Place:
+class Place(Listing):
     """This process's rank, with the functions that a test may call."""
 
     def __init__(self, rank: int, world: int) -> None:
-        self.rank = rank
+        super().__init__(rank)
         self.world = world
         self.kept: dict[str, Any] = {}
         self.runs: list[Stepwise] = []

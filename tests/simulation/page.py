@@ -37,8 +37,8 @@ without talking to one another.
 |--:|--:|--:|--:|
 {plans}
 
-A plan is of shards' names. Where these are listed, and not given, each rank lists them: with 10,000 ranks give names,
-or a pattern with braces.
+A plan is of shards' names. Where these are listed, and not given, one rank lists them for all that `torch.distributed`
+connects ([more](../explanation/order-and-resume-in-streams.md#one-list-for-all-ranks)).
 
 ## The main process, for each batch
 

@@ -260,3 +260,15 @@ def test_plain_urls(start: str) -> None:
         assert plain.find(start + name) is None
     for number in range(3000):
         assert plain.find(f"{start}a.{number}.tar") == format_of("a.tar")
+
+
+def test_many_plain_urls_at_once() -> None:
+    """The format of all is what `find` says of each; none, if one is different, or is not plain."""
+    starts = ["", "data/", "http://127.0.0.1:9/", "http://host:80/a/", "s3://b/x=1/", "file:///a/", "http://u:p@h/"]
+    names = ["a.tar", "a.tgz", "a.b.TAR", "a.mds", ".tar", "a", "a.", "a*.tar", "a%20.tar", "a.tar/", "b\na.tar", "\n"]
+    others = [f"part-{number:06d}.tar" for number in range(10_001)]
+    plain = PlainFormats()
+    for url in [start + name for start in starts for name in names]:
+        form = plain.find(url)
+        assert plain.find_all([url]) == form, url
+        assert plain.find_all([*others, url]) == (form if form == format_of("a.tar") else None), url

@@ -35,8 +35,8 @@ def test_formats_by_extension_and_by_name() -> None:
 def test_one_range_per_shard_if_there_are_enough() -> None:
     """With enough shards nothing is cut."""
     shards = [Shard(f"{number}.jsonl", JSONL, 1000) for number in range(4)]
-    assert cut(shards, 4) == [CatalogRange(number) for number in range(4)]
-    assert cut(shards, 1) == [CatalogRange(number) for number in range(4)]
+    assert [*cut(shards, 4)] == [CatalogRange(number) for number in range(4)]
+    assert [*cut(shards, 1)] == [CatalogRange(number) for number in range(4)]
 
 
 def test_formats_without_places_to_cut_are_whole() -> None:
