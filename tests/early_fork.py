@@ -44,8 +44,8 @@ class EarlyFork:
             os.close(self.descriptor)
             try:
                 _wait_and_run(theirs)
-            except BaseException:
-                sys.excepthook(*sys.exc_info())
+            except BaseException as error:
+                sys.excepthook(type(error), error, error.__traceback__)
             finally:
                 os._exit(1)
         theirs.close()
