@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-RUNNER = Path(__file__).parent / "__main__.py"
+ROOT = Path(__file__).parent.parent
 GOOD = "def test_good(): pass\ndef test_other(): pass\n"
 SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n@pytest.mark.xfail\ndef test_x(): assert False\n"
 BAD = "def test_good(): pass\ndef test_bad(): print('words'); assert 1 == 2\ndef test_behind(): pass\n"
@@ -37,8 +38,9 @@ def run(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comple
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
-    command = [sys.executable, str(RUNNER), *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=100)
+    command = [sys.executable, "-m", "tests", *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_what_passes(tmp_path: Path) -> None:

@@ -21,10 +21,14 @@ _CHOICES: dict[str, type[AutoValue]] = {
 
 
 def with_choices(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a loader, with a new choice for each "auto", also for that of another loader."""
-    given = {name: arguments[name] for name in _CHOICES}
-    chosen = {name: _CHOICES[name]() for name, value in given.items() if isinstance(value, str) and value == AUTO}
-    return {**arguments, **chosen} if chosen else arguments
+    """The arguments of a loader, with a new choice for each "auto", also for that of another loader; the same object if
+    there is none.
+    """
+    chosen = arguments
+    for name, kind in _CHOICES.items():
+        if isinstance(arguments[name], str) and arguments[name] == AUTO:
+            chosen = {**chosen, name: kind()}
+    return chosen
 
 
 def check_choices(options: Mapping[str, Any], *, iterable: bool, makes_threads: bool) -> None:

@@ -306,7 +306,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""
-        arguments = with_choices(arguments)
+        chooses = arguments is not (arguments := with_choices(arguments))
         dataset, given = arguments["dataset"], dict(arguments)
         check_num_workers(given["num_workers"])
         if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
@@ -351,7 +351,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         flat, defaults = flattened(arguments), FLAT_DEFAULTS
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
-        check_choices(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
+        if chooses:
+            check_choices(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         self.check_worker_number_rationality()
         changed = [name for name in defaults if flat[name] != defaults[name]]

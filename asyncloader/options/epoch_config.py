@@ -17,7 +17,6 @@ import torch
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto_concurrency import CONCURRENCY, AutoConcurrency
 from asyncloader.options.auto_prefetch import LEAST_PREFETCH, MOST_PREFETCH, AutoPrefetch
-from asyncloader.options.auto_value import number_of
 from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.credits import most_credits
@@ -159,7 +158,7 @@ class EpochConfig:
         auto_concurrency = in_flight if isinstance(in_flight, AutoConcurrency) else None
         # What the sampler is read ahead for: with a choice of the loader's own the most, whatever the number is now.
         most_in_flight = CONCURRENCY if in_flight is None or auto_concurrency else int(in_flight)
-        threads = 0 if iterable or awaited else number_of(in_flight) or 0
+        threads = 0 if iterable or awaited else in_flight or 0  # a number: "auto" is for samples that are awaited
         concurrent = awaited or threads > 0
         prefetch: Any = loader.prefetch_factor
         least, here = LEAST_PREFETCH if isinstance(prefetch, AutoPrefetch) else prefetch or 1, topology(loader)
@@ -200,7 +199,7 @@ class EpochConfig:
             "stateful": stateful,
             "fetch_threads": threads,
             "least_credits": least,
-            "prefetch_factor": number_of(prefetch),
+            "prefetch_factor": prefetch.number if isinstance(prefetch, AutoPrefetch) else prefetch,
             "auto_prefetch": auto_prefetch,
             "credits": credits if auto_prefetch is None else MOST_PREFETCH,
             "first_credits": credits,
