@@ -316,9 +316,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             dataset = given["dataset"] = dataset.source
             arguments = {**arguments, "dataset": dataset}
         if given["shuffle"] and hasattr(type(dataset), "shuffled") and assigns_shards(dataset):
-            dataset, given["shuffle"] = dataset.shuffled(), None
-            arguments = {**arguments, "dataset": dataset, "shuffle": None}
-            given["dataset"] = dataset
+            dataset = dataset.shuffled()
+            arguments, given = ({**each, "dataset": dataset, "shuffle": None} for each in (arguments, given))
         if hasattr(type(dataset), "fixed_streams") and is_seed(given["seed"]):
             # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
             if given["sampler"] is None and given["batch_sampler"] is None:

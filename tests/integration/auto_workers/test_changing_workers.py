@@ -75,7 +75,7 @@ class Growing(Rows):
     """The samples of the last batches are large."""
 
     def __getitem__(self, index: int) -> Any:
-        return torch.zeros(1 << 16) if index >= SAMPLES - 160 else torch.zeros(1)
+        return torch.zeros(1 << 16) if index >= len(self) - 160 else torch.zeros(1)
 
 
 class DyingOnce(Rows):
@@ -357,7 +357,8 @@ def test_each_ring_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> 
         check(self)
 
     monkeypatch.setattr(RingManager, "_check_room", noted)
-    with planned(DataLoader[Any](Growing(SAMPLES), num_workers="auto", batch_size=4, seed=3), 1, 3, 3) as loader:
+    dataset = Growing(20_000)  # whose small samples last until three processes have begun
+    with planned(DataLoader[Any](dataset, num_workers="auto", batch_size=4, seed=3), 1, 3, 3) as loader:
         batches = iter(loader)
         while loader.num_workers.tuner.numbers or loader.stats()["data/num_workers"] < 3.0:
             next(batches)
