@@ -66,7 +66,7 @@ def read_trace(path: Path) -> Found:
         elif kind in "stf":
             arrows[event["id"]].append(event)
         elif kind == "i":
-            events[event["name"]].append({"pid": event["pid"], **event.get("args", {})})
+            events[event["name"]].append({**event.get("args", {}), "track": event["pid"]})
     for spans in lanes.values():
         _check_nesting(spans)
     spans_of = _spans(lanes, names)
@@ -78,7 +78,7 @@ def read_trace(path: Path) -> Found:
     tracks = {pid: args["name"] for (name, pid, _), args in names.items() if name == "process_name"}
     for found in events.values():
         for each in found:
-            each["track"] = tracks[each.pop("pid")]
+            each["track"] = tracks[each["track"]]
     ways = _check_arrows(arrows, lanes)
     assert ways.keys() <= set(delivered)
     return Found(trace["otherData"], delivered, ways, spans_of, dict(events), list(tracks.values()))

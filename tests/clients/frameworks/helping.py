@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Iterator
-from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader
 from tests.helpers.running import Deaths
-from tests.processes import children_of
+from tests.processes import own_children
 
 
 def seed_all(seed: int = 7) -> None:
@@ -80,6 +78,4 @@ def batches_given(loader: Any) -> int:
 
 def workers_of_now() -> Deaths:
     """Return the children that this process has at this moment, except those of multiprocessing itself."""
-    helpers: Any = (resource_tracker._resource_tracker, forkserver._forkserver)
-    own = {value for helper in helpers for name, value in vars(helper).items() if name.endswith("_pid")}
-    return Deaths(set(children_of(os.getpid())) - own)
+    return Deaths(set(own_children()))

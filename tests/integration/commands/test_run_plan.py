@@ -178,7 +178,7 @@ async def test_very_many_shards(plan: Plan, tmp_path: Path) -> None:
         [{"__key__": f"{number}", "bin": bytes(1000)} for number in range(20)], f"{tmp_path}/a{{shard}}.tar"
     )
     async with serving() as store:
-        store.objects = Everywhere({"": Stored(objects_of(tmp_path)["00.tar"])})
+        store.objects = Everywhere({"": Stored(objects_of(tmp_path)["a0.tar"])})
         code, found = await plan(f"{store.url}/{{000000..049999}}.tar", "--rtt", "20ms", "--workers", 4)
         assert code == 0
         assert len(store.asked) < 100
