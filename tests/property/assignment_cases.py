@@ -125,7 +125,7 @@ class Shards(RemoteIterableDataset):
         super().__init__("memory://", shuffle_buffer=case.shuffle)
         self._case = case
         self._first = [sum(map(sum, case.shards[:shard])) for shard in range(len(case.shards))]
-        self._shards = [
+        self.planned_shards = [
             Shard(str(number), ShardFormat("jsonl", None), sum(shard_ranges) * case.unit if case.sized else None)
             for number, shard_ranges in enumerate(case.shards)
         ]

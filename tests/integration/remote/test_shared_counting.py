@@ -211,7 +211,8 @@ def test_numbers_are_kept(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         expected = numbers(loader)
     with loader_of(old) as loader:
         assert numbers(loader) == expected
-    for damaged in (b"", data[:-1], data + b"x", data[:60] + b"\xff" + data[61:], b"\xff" * 4096, data[:32]):
+    one_byte = data[:60] + bytes([data[60] ^ 0xFF]) + data[61:]
+    for damaged in (b"", data[:-1], data + b"x", one_byte, b"\xff" * 4096, data[:32]):
         kept.write_bytes(damaged)
         assert counted(monkeypatch, old, **cache) == names
         assert counted(monkeypatch, old, **cache) == []
