@@ -158,7 +158,7 @@ class EpochConfig:
         auto_concurrency = in_flight if isinstance(in_flight, AutoConcurrency) else None
         # What the sampler is read ahead for: with a choice of the loader's own the most, whatever the number is now.
         most_in_flight = CONCURRENCY if in_flight is None or auto_concurrency else int(in_flight)
-        threads = 0 if iterable or awaited else in_flight or 0  # a number: "auto" is for samples that are awaited
+        threads = 0 if iterable or awaited else int(in_flight or 0)
         concurrent = awaited or threads > 0
         prefetch: Any = loader.prefetch_factor
         least, here = LEAST_PREFETCH if isinstance(prefetch, AutoPrefetch) else prefetch or 1, topology(loader)
