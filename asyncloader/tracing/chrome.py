@@ -234,9 +234,12 @@ class _Maker:
             self._batch(each_batch, by_worker.get((each_batch.run, each_batch.seq, each_batch.worker)), stages)
         self._left_stages(stages)
         self._steps(batches)
+        # A task whose worker died may go to the worker that has taken its number.
+        last = {(each.run, each.seq, each.worker): each for each in self.records if isinstance(each, AssignedRecord)}
         for record in self.records:
             if isinstance(record, AssignedRecord):
-                self._assigned(record, by_worker, taken)
+                again = last[record.run, record.seq, record.worker] is not record
+                self._assigned(record, {} if again else by_worker, taken)
             elif isinstance(record, EventRecord):
                 track = self._track_of(record.worker)
                 self._instants.append((track, self._at(record.at), record.name, record.figures))
