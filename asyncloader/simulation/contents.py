@@ -1,4 +1,4 @@
-"""What the shards of a run contain, and the requests and bytes by which their ranges are read. Pure.
+"""The samples and sizes of the shards of a run, and the requests and bytes by which their ranges are read. Pure.
 
 Data path: shard_facts -> [contents] -> simulated_shards, epoch_simulation, forecast.
 

@@ -2,9 +2,10 @@
 
 Data path: contents -> [epoch_simulation: simulated_shards -> worker_stream -> scheduler -> consumer] -> forecast.
 
-The decisions are the loader's own: which worker reads which shard, what it opens and fetches ahead, how many requests
-and batches are in flight. Only the bytes, the computations and the training step are simulated. After a bounded number
-of batches, requests and bytes the simulation ends; the rest of the epoch is taken to go on at the same rate.
+The decisions are the loader's own: which worker reads which shard, which ranges it opens and fetches ahead, how many
+requests and batches are in flight. Only the bytes, the computations and the training step are simulated. After a
+bounded number of batches, requests and bytes the simulation ends; the rest of the epoch is taken to go on at the same
+rate.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class WorkerCosts:
 
     Attributes:
         receiving: for each byte: from the network to the parser.
-        parsing: for each byte: of a compressed shard in a thread, so that the worker goes on meanwhile.
+        parsing: for each byte: of a compressed shard in a thread, while the worker goes on.
         decoding: for each sample.
         collating: for each sample.
         packed: the shards are compressed.
@@ -93,7 +94,7 @@ class Simulated(NamedTuple):
 
     Attributes:
         rate: samples per second, without the beginning of the epoch and, if that was reached, its end.
-        first_s: seconds until the first batch; 0: there is none.
+        first_s: seconds until the first batch; 0: no batch came.
         seconds: of the whole epoch.
         requests, nbytes: of the part that was simulated.
         whole: that part is the whole epoch.
@@ -133,7 +134,7 @@ class _SimulatedEpoch:
         self._grain = contents.grain(setting.batch_size, self._most)
         self._units = setting.batch_size // self._grain
         units = int((-(-contents.samples // self._grain)).sum())
-        self._samples = contents.total / max(1, units)  # of a unit, on average: the last one of a shard has fewer
+        self._samples = contents.total / max(1, units)  # of a unit, on average: the last unit of a shard has fewer
         self._assigner = ShardAssigner(AssignmentLog(assignments), [StreamStart()] * workers)
         self._sources = [_Assignments(self, worker) for worker in range(workers)]
         self._scheduler = Scheduler(workers=workers, credits=setting.prefetch_factor, iterable=True)

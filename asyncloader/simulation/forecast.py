@@ -21,7 +21,7 @@ _ENOUGH = 1.05
 """More workers are not proposed for a smaller gain than this."""
 
 _MOST_FACTOR = 8
-"""Times as many workers are tried, at most."""
+"""The largest number of workers that is tried, as a multiple of the given number."""
 
 
 class Limit(NamedTuple):
@@ -117,7 +117,7 @@ class Forecast:
         return self.base.seconds / max(other.seconds, 1e-9)
 
     def _planned(self, workers: int) -> Sequence[Assignment]:
-        """Return the plan for another number of workers, from what is known of the shards."""
+        """Return the plan for another number of workers, from the known sizes of the shards."""
         catalog, parts = self._contents.catalog, RANGES_PER_WORKER * workers
         # Not cut for more workers, and so not for fewer: there may be a million.
         whole = len(catalog) >= parts

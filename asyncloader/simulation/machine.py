@@ -51,7 +51,7 @@ class Processors:
 
         Args:
             seconds: of one CPU.
-            process: held meanwhile: the one thread of a process that runs its event loop. None: a thread beside it.
+            process: a lock held for this time: the thread of a process that runs its event loop. None: another thread.
         """
         if seconds <= 0:
             return

@@ -22,7 +22,7 @@ class GroupReads(NamedTuple):
     Attributes:
         first: bytes of each request for the first windows, which are sent together.
         later: of each column chunk that has more, the bytes behind its first window, and those of a further request.
-        whole: all its bytes are in the first windows, so the next group's windows are requested meanwhile.
+        whole: all its bytes are in the first windows, so the next group's windows are requested early.
     """
 
     first: tuple[int, ...]
@@ -54,7 +54,7 @@ class ParquetLayout(NamedTuple):
     Attributes:
         footer: bytes of the answers before the first row group: none for the size of the file, then the footer.
         edges: the number of each row group's first row, and of all rows.
-        groups: the requests of the row groups; of a file with very many, of the first ones.
+        groups: the requests of the row groups; of a file with very many, of the first row groups.
     """
 
     footer: tuple[int, ...]

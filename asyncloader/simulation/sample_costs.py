@@ -1,4 +1,4 @@
-"""Measures what the samples of a shard cost a worker: receiving, parsing, decoding and collating the first of them.
+"""Measures the CPU time that a worker needs to receive, parse, decode and collate the first samples of a shard.
 
 Data path: transport -> [sample_costs] -> shard_facts -> epoch_simulation.
 """
@@ -57,7 +57,7 @@ class MeasuredSamples(NamedTuple):
 async def measure(
     shard: Shard, stores: Stores, decode: Callable[[Any], Any] | None, batch_size: int
 ) -> MeasuredSamples | None:
-    """Measure the first samples of a shard, by CPU time, the fastest of some repetitions; None: it has none.
+    """Measure the CPU time of a shard's first samples, the fastest of some repetitions; None: it has no samples.
 
     Args:
         shard: of any format but Parquet.

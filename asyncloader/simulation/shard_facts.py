@@ -1,4 +1,4 @@
-"""Finds out what is to be known of shards before a run: from listings, sizes, indexes, and the first bytes of a shard.
+"""Gathers sizes and sample counts of shards before a run, from listings, indexes, and the first bytes of a shard.
 
 Data path: URLs -> remote.dataset, which plans the epoch as a run does -> [shard_facts] -> contents -> epoch_simulation.
 
@@ -42,11 +42,11 @@ MOST_SAMPLES = 1 << 40
 """Of a shard: the sum of a million of these still fits in 64 bits."""
 
 MOST_BYTES = 1 << 43
-"""The same."""
+"""Of a shard, for the same reason."""
 
 
 class ShardFacts(NamedTuple):
-    """What is known before a run.
+    """The facts that a simulation starts from.
 
     Attributes:
         contents: of the shards.
@@ -82,7 +82,7 @@ async def gather_facts(
     ping: bool,
     decode: Callable[[Any], Any] | None,
 ) -> ShardFacts:
-    """Find out what a simulation needs.
+    """Gather the facts that a simulation starts from.
 
     Args:
         urls: as `RemoteIterableDataset` takes them.
@@ -90,9 +90,9 @@ async def gather_facts(
         workers: of the run.
         batch_size: of the run.
         read_ahead: of the run.
-        read: the first samples of a shard, to measure what they cost; and to estimate the samples without an index.
+        read: the first samples of a shard, to measure their cost; and to estimate the samples without an index.
         ping: measure the round trip.
-        decode: is called with a few of these samples, to measure what it costs.
+        decode: is called with a few of these samples, to measure its cost.
 
     Raises:
         ValueError: there are no shards; or neither an index nor samples that may be read say how many they have.
@@ -139,7 +139,7 @@ async def _round_trip(transport: Transport, path: str) -> float:
 
 
 class _Looking:
-    """What has been found so far; -1: not known."""
+    """The sizes and counts found so far; -1: not known."""
 
     def __init__(self, catalog: Sequence[Shard], stores: Stores) -> None:
         self._catalog = catalog
