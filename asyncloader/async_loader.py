@@ -58,6 +58,7 @@ from asyncloader.state.single_steps import (
 )
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.fetch.context import wait_until_left
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -255,6 +256,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._closed = True
         for iterator in self._iterators:
             await iterator.aclose()
+        await wait_until_left()
         self._idle_pool = None
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in self._pools:

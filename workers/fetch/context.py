@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import warnings
+import weakref
 from types import TracebackType
 from typing import Any
 
@@ -32,6 +33,9 @@ EXIT_SECONDS = 1.5
 # traceback is: then the collector would close its task's coroutine, wherever it runs. So the tasks are kept here, and
 # the loop ends them when the iterator's finalizer asks for it.
 _entered: set[asyncio.Task[None]] = set()
+
+_leaving: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
+"""Those of iterators that were dropped, which nobody waits for but the end of a loader."""
 
 
 def context_managers(dataset: Any) -> list[Any]:
@@ -171,9 +175,23 @@ class DatasetContext:
         """Have the loop exit the context, if the loop still runs. Any thread; `close` may follow."""
         leave, loop = self._leave, self._loop
         if self._task is not None and loop is not None and leave is not None:
+            _leaving.add(self._task)
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 # An asyncio event may be set in its loop's thread only.
                 loop.call_soon_threadsafe(leave.set)
+
+
+async def wait_until_left(seconds: float = EXIT_SECONDS) -> None:
+    """Wait until the contexts are exited that iterators which were dropped have entered in this loop. After `seconds`
+    they are cancelled.
+    """
+    loop = asyncio.get_running_loop()
+    # Not for the caller itself: a dataset's context may close a loader.
+    leaving = {each for each in [*_leaving] if each.get_loop() is loop} - {asyncio.current_task()}
+    if leaving:
+        _, late = await asyncio.wait(leaving, timeout=seconds)
+        for each in late:
+            each.cancel()
 
 
 class _Failed:

@@ -208,3 +208,36 @@ def test_the_end_by_another_rank_closes_all(kind: str) -> None:
                 check()
 
         run_async(run())
+
+
+class Entered(Rows):
+    """Rows whose context takes several turns of the loop to exit."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for _ in range(20):
+            await asyncio.sleep(0)
+        self.tidied.set()
+
+    async def __getitem__(self, index: int) -> int:
+        return index
+
+
+class EnteredStream(Entered):
+    """The same as a stream."""
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        for index in range(len(self)):
+            yield index
+
+
+@pytest.mark.parametrize("make", [Entered, EnteredStream])
+async def test_left_after_a_break(make: Any) -> None:
+    """The end of `async with` waits for the dataset's context, also where a `break` has dropped the iterator."""
+    dataset = make(asyncio.Event)
+    async with AsyncDataLoader[Any](dataset, batch_size=None) as loader:
+        async for _ in loader:
+            break
+    assert dataset.tidied.is_set()
