@@ -34,6 +34,14 @@ MOST_BATCHES = 600
 """Batches after which a simulation ends; with many workers, `MOST_OF_A_WORKER` of each."""
 
 MOST_OF_A_WORKER = 40
+
+STEADY = 20
+"""Times the bytes that the workers fetch ahead, before which a simulation does not end: each worker reads several ranges
+at the same time, and batches come slowly while these fill their buffers, then faster than the network carries them. It
+ends after `MOST_TIMES` as many batches.
+"""
+
+MOST_TIMES = 4
 MOST_REQUESTS = 20_000
 MOST_PIECES = 20_000
 
@@ -165,6 +173,12 @@ class _SimulatedEpoch:
 
     # ------------------------------------------------------------------------------------ the main process
 
+    @property
+    def _enough(self) -> bool:
+        came, setting = len(self._came), self._setting
+        steady = self._traffic.nbytes >= STEADY * setting.workers * setting.read_ahead
+        return came > self._most and (steady or came > MOST_TIMES * self._most)
+
     def _stop(self) -> None:
         self._ready.put_nowait(None)
 
@@ -186,7 +200,7 @@ class _SimulatedEpoch:
         setting, loop = self._setting, asyncio.get_running_loop()
         main = asyncio.Lock()
         self._act(self._scheduler.handle(Started()))
-        while len(self._came) <= self._most and (batch := await self._ready.get()) is not None:
+        while not self._enough and (batch := await self._ready.get()) is not None:
             self._came.append((loop.time(), batch.outcome * self._samples))
             self._act(self._scheduler.delivered(batch.seq))
             await self._processors.compute(BATCH_COST_S * _RECEIVING, main)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from itertools import cycle
 from time import process_time
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,10 +17,17 @@ from torch.utils.data import default_collate
 
 from asyncloader.cpus import use_one_core
 from asyncloader.formats import Located, ShardError, open_reader
+from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.reading import CHUNK, SLOW_CHUNK
+from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
+from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.simulation.epoch_simulation import WorkerCosts
+from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.sample import SampleMaker
+from asyncloader.workers.fetch.stream_fetcher import WorkerStreamFetcher
+from asyncloader.workers.fetch.threads import JobThreads
 
 MEASURED_BYTES = 4 << 20
 """Bytes of a shard that are read, at most, if a sample ends in them."""
@@ -31,7 +39,9 @@ MOST_UNPACKED = 256 << 20
 """Bytes that are decompressed, at most."""
 
 _DECODED = 32  # samples
-_LEAST_S = 0.02  # of repetitions, of which the fastest counts: others were interrupted
+_BATCHES = 4
+_BATCHED = 4096  # samples
+_LEAST_S = 0.02  # of repetitions
 _MOST_TIMES = 20
 
 T = TypeVar("T")
@@ -90,8 +100,9 @@ async def measure(
             samples, seconds = _fastest(lambda: [decode(dict(each.sample)) for each in found[:_DECODED]])
             decoding = seconds / len(samples)
         batch = [samples[number % len(samples)] for number in range(batch_size)]
-        uncollated, collating = _fastest(lambda: _collate(batch))
-    costs = WorkerCosts(receiving, parsing / nbytes, decoding, 0.0 if uncollated else collating / batch_size, packed)
+        uncollated = _collate(batch)
+        batching = await _batching(shard, found, None if decode is None else samples, batch_size, bool(uncollated))
+    costs = WorkerCosts(receiving, parsing / nbytes, decoding, batching, packed)
     return MeasuredSamples(costs, used / len(found), len(found), nbytes, uncollated)
 
 
@@ -148,6 +159,43 @@ def _enough(found: Sequence[Located]) -> bool:
     return bool(found) and found[-1].resume >= MOST_UNPACKED
 
 
+async def _batching(
+    shard: Shard, found: Sequence[Located], decoded: Sequence[Any] | None, batch_size: int, uncollated: bool
+) -> float:
+    """Return the CPU seconds in which a worker makes a sample that was parsed part of a batch.
+
+    Args:
+        shard: of the samples.
+        found: the samples.
+        decoded: those that "decoding" returns, in no time; None: there is no decoding.
+        batch_size: samples of a batch.
+        uncollated: they cannot be collated.
+    """
+    batches = max(1, min(_BATCHES, _BATCHED // batch_size))
+    rows = [found[number % len(found)] for number in range(batches * batch_size)]
+
+    async def opened(*_: Any) -> AsyncGenerator[Sequence[Located], None]:
+        for at in range(0, len(rows), len(found)):
+            yield rows[at : at + len(found)]
+
+    results = cycle(decoded or ())
+    threads = JobThreads(1, "asyncloader-decode")
+    maker = SampleMaker(None, decoder=Decoder(lambda _: next(results), threads) if decoded else None, asynchronous=True)
+    times = _Times()
+    try:
+        while not times.enough:
+            assigner = ShardAssigner(AssignmentLog([(CatalogRange(0, 0, None),)]), [StreamStart()])
+            async with aclosing(WorkerStream([shard], opened, LocalAssignments(assigner, 0), 0)) as stream:
+                fetcher = WorkerStreamFetcher(stream, maker, True, list if uncollated else default_collate, False, 0)
+                began = process_time()
+                for _ in range(batches):
+                    await fetcher.fetch_async(range(batch_size))
+                times.append(process_time() - began)
+    finally:
+        threads.close()
+    return min(times) / len(rows)
+
+
 def _collate(batch: Sequence[Any]) -> str:
     try:
         default_collate(list(batch))
@@ -156,12 +204,21 @@ def _collate(batch: Sequence[Any]) -> str:
     return ""
 
 
+class _Times(list[float]):
+    """The CPU seconds of some calls, of which the fastest counts: others were interrupted."""
+
+    @property
+    def enough(self) -> bool:
+        """Whether more calls would find nothing new."""
+        return len(self) >= _MOST_TIMES or (len(self) > 1 and sum(self) >= _LEAST_S)
+
+
 def _fastest(function: Callable[[], T]) -> tuple[T, float]:
     """Return the result, and the CPU seconds of the fastest of some calls."""
-    times: list[float] = []
+    times = _Times()
     while True:
         began = process_time()
         found = function()
         times.append(process_time() - began)
-        if len(times) >= _MOST_TIMES or (len(times) > 1 and sum(times) >= _LEAST_S):
+        if times.enough:
             return found, min(times)

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncloader.bridge import in_thread
+from asyncloader.cpus import cpu_limit
 from asyncloader.formats import ShardError
 from asyncloader.remote.assignment import Assignment
 from asyncloader.remote.catalog import PARQUET, Shard
@@ -25,6 +26,7 @@ from asyncloader.remote.dataset import RemoteIterableDataset
 from asyncloader.remote.index_counts import read_records
 from asyncloader.remote.parquet_reading import read_footer
 from asyncloader.remote.stores import Stores
+from asyncloader.simulation.busy_cpus import busy_cpus
 from asyncloader.simulation.contents import Contents
 from asyncloader.simulation.parquet_layout import ParquetLayout, layout_of
 from asyncloader.simulation.sample_costs import MeasuredSamples, measure
@@ -111,7 +113,10 @@ async def gather_facts(
         await looking.read_sizes()
         await looking.read_indexes()
         sizes = looking.all_sizes()
-        measured = await looking.measure(decode, batch_size, sizes) if read else None
+        measured = None
+        if read:
+            with busy_cpus(min(workers, int(cpu_limit())) - 1):
+                measured = await looking.measure(decode, batch_size, sizes)
         samples = looking.all_samples(sizes, measured)
         transport, path = stores.find(catalog[looking.shown].url)
         rtt_s = await _round_trip(transport, path) if ping and hasattr(transport, "requests") else None
