@@ -36,9 +36,9 @@ MOST_BATCHES = 600
 MOST_OF_A_WORKER = 40
 
 STEADY = 20
-"""Times the bytes that the workers fetch ahead, before which a simulation does not end: each worker reads several ranges
-at the same time, and batches come slowly while these fill their buffers, then faster than the network carries them. It
-ends after `MOST_TIMES` as many batches.
+"""Times the bytes that the workers fetch ahead, before which a simulation does not end. Each worker reads several
+ranges at the same time: batches come slowly while these fill their buffers, then faster than the network carries them.
+It ends after `MOST_TIMES` as many batches.
 """
 
 MOST_TIMES = 4
