@@ -35,6 +35,7 @@ def test_number_of_processes(number: int) -> None:
 
 
 def test_no_other_work_waits_for_them() -> None:
+    """They have the lowest priority."""
     before = children()
     with busy_cpus(1):
         (process,) = children() - before
