@@ -19,6 +19,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from operator import itemgetter
 from time import monotonic
+from typing import Any
 
 from asyncloader.formats import Located, OnBad, Sample, ShardError
 from asyncloader.formats.rows import LocatedRows
@@ -55,6 +56,8 @@ class RangeReading:
         self._reported: list[ShardError] = []
         self._stream = open(shard, shard_range, self._reported.append)
         self._begun: asyncio.Task[Sequence[Located]] | None = None
+        self._running = False  # `more` is
+        self._ran: asyncio.Future[None] | None = None  # `aclose` waits for the end of `more`
         self.outdated = False
         """The last error of `more` is a transport's error from before its call: the cause may have passed."""
 
@@ -93,6 +96,7 @@ class RangeReading:
         """
         begun, self._begun = self._begun, None
         called = monotonic()
+        self._running = True
         try:
             found = await (anext(self._stream) if begun is None else begun)
             self._found, self._taken = found if isinstance(found, LocatedRows) else list(found), 0
@@ -100,18 +104,26 @@ class RangeReading:
             self.outdated = error.made_at < called
             raise
         finally:
+            self._running = False
+            if self._ran is not None and not self._ran.done():
+                self._ran.set_result(None)
             # Not earlier: the errors in a list that was read early must not be reported before its samples.
             self.bad.extend(self._reported)
             self._reported.clear()
 
     async def aclose(self) -> None:
-        """Stop reading."""
+        """Stop reading. At the end of a loop, which cancels all tasks at once, another task may still be in `more`."""
         begun, self._begun = self._begun, None
+        running: list[asyncio.Future[Any]] = []
+        if begun is not None:
+            begun.cancel()
+            running.append(begun)
+        if self._running:
+            self._ran = asyncio.get_running_loop().create_future()
+            running.append(self._ran)
         try:
-            if begun is not None:
-                begun.cancel()
-                # A generator that is running cannot be closed.
-                await wait_until_done([begun])
+            # A generator that is running cannot be closed.
+            await wait_until_done(running)
         finally:
             await self._stream.aclose()
 

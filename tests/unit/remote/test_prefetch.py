@@ -1,4 +1,4 @@
-"""`StreamBuffer`: bytes in order, bounded memory, and no task left."""
+"""`StreamBuffer`: bytes in order, bounded memory, and no task left. `RangeReading`: closed while it is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from asyncloader.remote.prefetch import StreamBuffer
+from asyncloader.formats import Located, OnBad, ShardFormat
+from asyncloader.remote.catalog import Shard
+from asyncloader.remote.prefetch import AnyRange, RangeReading, StreamBuffer
+from asyncloader.remote.shard_splitting import CatalogRange
 
 
 class Source:
@@ -130,3 +133,36 @@ def test_no_room_at_all_is_refused() -> None:
     """With a limit of 0 no byte could ever be read."""
     with pytest.raises(ValueError, match="at least 1 byte"):
         StreamBuffer(Source([]).stream(), most=0)
+
+
+@pytest.mark.parametrize("early", [True, False])
+async def test_closed_while_another_task_reads(early: bool) -> None:
+    """The end of a loop cancels the task that reads and the task that closes in the same turn: the range is closed once
+    it is not read any more.
+    """
+    closed = asyncio.Event()
+
+    async def opened(shard: Shard, shard_range: AnyRange, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+        try:
+            await asyncio.Event().wait()
+            yield []
+        finally:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            closed.set()
+
+    reading = RangeReading(opened, Shard("file:///a.tar", ShardFormat("tar", None), None), CatalogRange(0, 0, None))
+    if early:
+        reading.begin()
+    read = asyncio.create_task(reading.more())
+    await settle()
+    close = asyncio.create_task(reading.aclose())
+    await settle()
+    assert not close.done()
+    # The task that closes is the first that runs.
+    close.cancel()
+    read.cancel()
+    ended = await asyncio.gather(close, read, return_exceptions=True)
+    assert [type(each) for each in ended] == [asyncio.CancelledError] * 2
+    assert closed.is_set()
+    assert len(asyncio.all_tasks()) == 1
