@@ -217,7 +217,7 @@ class Entered(Rows):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for _ in range(20):
+        for _turn in range(20):
             await asyncio.sleep(0)
         self.tidied.set()
 
