@@ -213,7 +213,9 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
 
         Persistent workers keep their base seed and their options, as in torch; only the sampler begins again.
         """
-        if self._idle_pool is not None and self._idle_pool.broken:
+        # Each worker has the copies of some of the streams that there were.
+        outdated = self._kept is not None and self._kept[1].loader_streams != progress.config.loader_streams
+        if self._idle_pool is not None and (outdated or self._idle_pool.broken):
             # New workers get a new seed, or they would draw the same numbers as their predecessors.
             pool, self._idle_pool = self._idle_pool, None
             pool.stop_soon()

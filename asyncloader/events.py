@@ -41,7 +41,8 @@ def bare_index(index: Any) -> Any:
 class Task(NamedTuple):
     """Everything that is needed to make one batch, repeatedly if necessary.
 
-    `index` is the sampler's item: a list of indices, one index, or None for an iterable dataset.
+    `index` is the sampler's item: a list of indices, or one index; for an iterable dataset None, or the number of a
+    stream where a worker serves several.
     """
 
     epoch: int
@@ -75,7 +76,9 @@ class Completed(NamedTuple):
 
 
 class Exhausted(NamedTuple):
-    """A worker's copy of an iterable dataset ended at this task; it ignores the tasks that follow."""
+    """A worker's copy of an iterable dataset ended at this task; it ignores the tasks that follow. Of a worker that
+    serves several streams: the task's stream ended, and the worker answers the tasks that follow.
+    """
 
     worker: int
     seq: int
@@ -180,11 +183,20 @@ class Replace(NamedTuple):
 
 
 class Deliver(NamedTuple):
-    """Pass the outcome to the consumer, after all earlier outcomes."""
+    """Pass the outcome to the consumer, after all earlier outcomes.
+
+    `stream`: the stream that it came from, where a worker serves several.
+    """
 
     seq: int
     worker: int
     outcome: Any
+    stream: int | None = None
+
+    @property
+    def copy(self) -> int:
+        """The copy of the dataset that it came from: the stream's, or the worker's."""
+        return self.worker if self.stream is None else self.stream
 
 
 class Drop(NamedTuple):

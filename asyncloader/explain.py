@@ -106,8 +106,9 @@ def _waiting(statistics: Statistics) -> list[str]:
 
 def _workers(config: EpochConfig) -> str:
     kind = "async" if is_async_dataset(config.dataset) else "blocking"
+    streams = "" if config.loader_streams is None else f" of {config.loader_streams} streams"
     if not config.num_workers:
-        return f"no workers, {kind} dataset read in this process"
+        return f"no workers, {kind} dataset{streams} read in this process"
     keep = "persistent" if config.persistent_workers else "for one epoch"
     method = start_method(config)
     if method == "service":
@@ -115,7 +116,7 @@ def _workers(config: EpochConfig) -> str:
     else:
         where = "in threads" if method == THREADS else f"by {method}"
     ahead = config.credits if config.auto_prefetch is None else config.prefetch_factor
-    return f"{config.num_workers} workers {where}, {keep}, {ahead} batches ahead each, {kind} dataset"
+    return f"{config.num_workers} workers {where}, {keep}, {ahead} batches ahead each, {kind} dataset{streams}"
 
 
 def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:

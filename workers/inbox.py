@@ -23,7 +23,7 @@ from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 
-_ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED)
+_ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.STREAM_ENDED, wire.ALL_DROPPED)
 
 
 class Inbox:
@@ -99,7 +99,8 @@ class Inbox:
         elif kind == wire.BAD_SAMPLES:
             # Not added up: frames that no answer follows must not grow the list.
             self._records = self._codec.load_records(wire.unpack_answer(body)[3])
-        elif kind in _ANSWERS:
+        # Only a process of ours serves several streams.
+        elif kind in _ANSWERS and (kind != wire.STREAM_ENDED or self._codec.trusted):
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
             raise ValueError(f"broken stream: a frame of kind {kind} from worker {self._worker}")
@@ -186,6 +187,8 @@ class Inbox:
             self._process.outstanding = 0
             if watchdog is not None:
                 watchdog.forget(worker)
+            listener.on_exhausted(worker, seq, self._cursor(payload))
+        elif kind == wire.STREAM_ENDED:
             listener.on_exhausted(worker, seq, self._cursor(payload))
         elif kind == wire.ALL_DROPPED:
             listener.on_empty_batch(worker, seq, busy, self._cursor(payload), records)

@@ -61,7 +61,9 @@ class Listener(ABC):
 
     @abstractmethod
     def on_exhausted(self, worker: int, seq: int, cursor: PackedCursor | None) -> None:
-        """The worker's copy of an iterable dataset is exhausted; `cursor` is its final state."""
+        """The worker's copy of an iterable dataset, or of several the one that this task is for, is exhausted; `cursor`
+        is its final state.
+        """
 
     @abstractmethod
     def on_empty_batch(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from time import perf_counter, process_time
 from typing import Any
 
@@ -28,11 +28,12 @@ from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_state import PackedCursor, bytes_of, is_stateful
-from asyncloader.workers.fetch.error_notes import add_note, note_collation
+from asyncloader.workers.fetch.error_notes import note_collation
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import LateSetup, WorkerSetup, install_worker_info, reseeded_datapipe, seed_worker
+from asyncloader.workers.fetch.worker_init import call_worker_init
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
@@ -44,6 +45,7 @@ from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
+from asyncloader.workers.stream_readers import Identify, StreamIdentities, StreamReaders, read_copies
 from asyncloader.workers.task_spans import TracedTasks
 
 _log = logging.getLogger("asyncloader")
@@ -107,7 +109,8 @@ class TaskRunner:
         self._cpu_mark = self._clock()
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._start_error: bytes | None = None
-        self._reader: DatasetReader | None = None
+        self._reader: DatasetReader | StreamReaders | None = None
+        self._identities: StreamIdentities | None = None  # of the streams, where the worker serves several
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
         self._suspect: int | None = None  # file for the next task's standard error
         self._private_memory: PrivateMemory | None = None
@@ -216,18 +219,22 @@ class TaskRunner:
         seed = self._seed(setup)
         start = setup.starts[self.worker_id]
         dataset = reseeded_datapipe(setup.dataset, start.shared_seed)
-        reader = self._reader = DatasetReader(
-            setup,
-            dataset,
-            self._make_collate(setup),
-            worker_id=self.worker_id,
-            in_worker=True,
-            assignments=self._assignments,
-            time=self._time,
-            draw_check=self._draw_check,
-            pack_cursor=self._codec.cursor_packer(),
-            alone=self._alone,
-        )
+
+        def read(copy: Any, number: int) -> DatasetReader:
+            return DatasetReader(
+                setup,
+                copy,
+                self._make_collate(setup),
+                worker_id=number,
+                in_worker=True,
+                assignments=self._assignments,
+                time=self._time,
+                draw_check=self._draw_check,
+                pack_cursor=self._codec.cursor_packer(),
+                alone=self._alone,
+            )
+
+        reader = self._reader = read_copies(setup, self.worker_id, dataset, read, self._identify)
         self._fetch = self._watched(reader.fetch)
         # Before `worker_init_fn`, which may ask `get_worker_info`.
         self._install_info(setup, seed, dataset)
@@ -236,40 +243,29 @@ class TaskRunner:
         reader.begin(start)
         if setup.rng_state:
             # After the start-up code, which draws random numbers of its own: the predecessor's go on from here.
-            restore_rng_state(setup.rng_state)
+            (restore_rng_state if self._identities is None else self._identities.restore)(setup.rng_state)
         if setup.memory_limit is not None:
             # Last: the growth is measured from here, without the dataset.
             self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
 
+    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
+        """Return what makes the worker that of a stream."""
+        self._identities = StreamIdentities(setup, datasets)
+        return self._identities
+
     def _initialize(self, setup: WorkerSetup) -> None:
-        """Call `worker_init_fn`."""
+        """Call `worker_init_fn`: as the worker, or as each of its streams."""
         # Until the call has returned: where it raises, the next epoch repeats it.
         self._initialized = False
-        self._context = self._make_context(self._call_init(setup.worker_init_fn))
-        self._initialized = True
-
-    def _call_init(self, init: Callable[[int], Any] | None) -> Any:
-        if init is None:
-            return None
-        try:
-            return init(self.worker_id)
-        except Exception as error:
-            add_note(error, f"while calling worker_init_fn({self.worker_id})")
-            raise
-
-    def _make_context(self, before: Any) -> DatasetContext | None:
-        awaitable = before is not None and inspect.isawaitable(before)
-        if awaitable and not self.asynchronous:
-            if inspect.iscoroutine(before):
-                # Otherwise Python would warn that it was never awaited.
-                before.close()
-            raise TypeError(
-                "worker_init_fn returned an awaitable, but the dataset is a blocking one, so its workers have no event "
-                "loop to await it in: give a plain function, or a dataset with async methods"
-            )
         assert self._reader is not None
-        context = self._reader.context(before if awaitable else None)
-        return context if context.needed else None
+        init, before = partial(call_worker_init, setup.worker_init_fn, awaits=self.asynchronous), None
+        if isinstance(self._reader, StreamReaders):
+            self._reader.each(init)
+        else:
+            before = init(self.worker_id)
+        context = self._reader.context(before)
+        self._context = context if context.needed else None
+        self._initialized = True
 
     def _make_collate(self, setup: WorkerSetup) -> Callable[[Any], Encoded]:
         """Return a function that collates fetched samples to an encoded batch."""
@@ -329,7 +325,8 @@ class TaskRunner:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
         # In seeded mode random numbers belong to samples: there is no state to hand over.
         seeded = self._setup.seeded is not None
-        self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save_rng_state()))
+        save = save_rng_state if self._identities is None else self._identities.save
+        self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save()))
 
     def _forget_suspect(self) -> None:
         suspect, self._suspect = self._suspect, None
@@ -441,7 +438,7 @@ class TaskRunner:
         spent, self._cpu_mark = now - self._cpu_mark, now
         return spent
 
-    def _reader_or_error(self) -> DatasetReader:
+    def _reader_or_error(self) -> DatasetReader | StreamReaders:
         if self._start_error is not None:
             raise PickledStartError(self._start_error)
         assert self._reader is not None  # or there would be a start error
@@ -522,11 +519,12 @@ class TaskRunner:
             self.channel.send_all(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), bytes_of(cursor)))
             return
         if isinstance(error, EndOfData):
-            # The main process voids all other tasks of this worker when it reads the answer, so none of them may be
-            # answered.
-            self._ended = True
+            # Unless it serves several streams, the main process voids all other tasks of this worker when it reads the
+            # answer, so none of them may be answered.
+            self._ended = not isinstance(self._reader, StreamReaders)
+            kind = wire.EXHAUSTED if self._ended else wire.STREAM_ENDED
             cursor = self._reader.last_cursor() if self._reader is not None else None
-            self.channel.send_all(wire.pack_answer(wire.EXHAUSTED, epoch, seq, busy(), bytes_of(cursor)))
+            self.channel.send_all(wire.pack_answer(kind, epoch, seq, busy(), bytes_of(cursor)))
             return
         if isinstance(error, PickledStartError):
             payload = error.payload

@@ -89,7 +89,8 @@ def _fits(state: Mapping[str, Any]) -> str:
     workers = state["workers"]
     if workers is not None and not state["finished"]:
         ranks = "" if workers["world_size"] == 1 else f"rank {workers['rank']} of {workers['world_size']}, with "
-        return f"{ranks}num_workers={workers['num_workers']}"
+        streams = workers.get("loader_streams")
+        return ranks + (f"num_workers={workers['num_workers']}" if streams is None else f"loader_streams={streams}")
     if state["kind"] == "iterable":
         return "any number of workers"
     if state["order"] == "batch_sampler" and state["world_size"] not in (None, 1):

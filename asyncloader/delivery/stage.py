@@ -166,7 +166,7 @@ class Stage(ABC):
             answer.discard()
             return Fail(error)
         try:
-            return Deliver(item.seq, item.worker, self.prepare(answer))
+            return Deliver(item.seq, item.worker, self.prepare(answer), item.stream)
         except Exception as error:
             return Fail(error)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from asyncloader.bridge import in_thread
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
-from asyncloader.epoch.pipeline import Pipeline, WorkerBegun
+from asyncloader.epoch.pipeline import CopyBegun, Pipeline
 from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
@@ -104,7 +104,7 @@ class Consumer:
         self._statistics = statistics
         self._config = config
         self._quarantine = quarantine
-        self._notices: deque[Notice | WorkerBegun | Resized] = deque()
+        self._notices: deque[Notice | CopyBegun | Resized] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
@@ -342,9 +342,9 @@ class Consumer:
         # A copy, because the loop's thread may add to it now. They are not taken out: `drain_notices` counts and
         # reports them.
         for notice in list(self._notices):
-            if isinstance(notice, WorkerBegun):  # it came while this item was waited for, and the state needs it
-                self._progress.begun(notice.worker, notice.cursor)
-        self._progress.failed(item.seq, item.worker, getattr(item.outcome, "cursor", None))
+            if isinstance(notice, CopyBegun):  # it came while this item was waited for, and the state needs it
+                self._progress.begun(notice.copy, notice.cursor)
+        self._progress.failed(item.seq, item.copy, getattr(item.outcome, "cursor", None))
 
     def abandon(self, item: Deliver) -> None:
         """Free the memory of an item whose delivery was interrupted by Ctrl-C and will not be continued."""
@@ -450,7 +450,8 @@ class Consumer:
             waited += perf_counter() - self._arrived
             self._statistics.batch(*(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers))
         # Before `_DONE`: after Ctrl-C between these two lines the call is repeated, which `delivered` ignores.
-        self._progress.delivered(item.seq, item.worker, outcome.cursor)
+        copy = item.worker if item.stream is None else item.stream
+        self._progress.delivered(item.seq, copy, outcome.cursor)
         delivery.reached = _DONE
 
     def _without_answer(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float | None) -> None:
@@ -486,7 +487,7 @@ class Consumer:
         if failed and isinstance(outcome, AllDropped):
             self._failed(item)
         elif batch is None:
-            self._progress.delivered(item.seq, item.worker, outcome.cursor if isinstance(outcome, AllDropped) else None)
+            self._progress.delivered(item.seq, item.copy, outcome.cursor if isinstance(outcome, AllDropped) else None)
         if waited is not None:
             self._skipped.add(records)
         if failed:
@@ -495,7 +496,7 @@ class Consumer:
         if batch is not None:
             delivery.batch = batch
             # Only now: if the records are too many, `add` has raised, and a resumed run must make this batch again.
-            self._progress.delivered(item.seq, item.worker)
+            self._progress.delivered(item.seq, item.copy)
         delivery.reached = _DONE
 
     def drain_notices(self) -> None:
@@ -504,8 +505,8 @@ class Consumer:
         """
         while self._notices:
             notice = self._notices.popleft()
-            if isinstance(notice, WorkerBegun):
-                self._progress.begun(notice.worker, notice.cursor)
+            if isinstance(notice, CopyBegun):
+                self._progress.begun(notice.copy, notice.cursor)
                 continue
             if isinstance(notice, Resized):
                 self._workers = self._statistics.num_workers = notice.workers

@@ -45,6 +45,7 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
+from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.memory.batch_bytes import batch_nbytes
 from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.processor_use import thread_delay
@@ -52,6 +53,7 @@ from asyncloader.workers.processor_use import thread_delay
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import Ready
     from asyncloader.epoch.tuning import EpochTuning
+    from asyncloader.workers.stream_readers import StreamReaders
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -120,16 +122,17 @@ class InlineEpoch:
         self._cursor: PackedCursor | None = None  # after that batch
         self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
-        self.reader = _make_reader(torch_iter, progress, self._recorder)
-        if self._alone and not self.reader.asynchronous:
+        self.reader = reader = _make_reader(torch_iter, progress, self._recorder)
+        self._streams = None if isinstance(reader, DatasetReader) else reader
+        if self._alone and isinstance(reader, DatasetReader) and not reader.asynchronous:
             # Weak, because the loader keeps the position of its newest iterator, which must not keep the dataset's
             # reader.
-            progress.live = weakref.WeakMethod(self.reader.live_cursor)
+            progress.live = weakref.WeakMethod(reader.live_cursor)
         self.context = self.reader.context()
         self._tuning = self._tuned()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
-        if self.reader.asynchronous and not config.iterable:
-            self.prefetcher = BatchPrefetcher(self.reader, self.context, config.credits)
+        if isinstance(reader, DatasetReader) and reader.asynchronous and not config.iterable:
+            self.prefetcher = BatchPrefetcher(reader, self.context, config.credits)
 
     def _tuned(self) -> EpochTuning | None:
         """What changes the settings that are the loader's to choose while the epoch runs."""
@@ -326,7 +329,7 @@ class InlineEpoch:
         if records:
             self._record(records)
         self._read = False
-        self.progress.delivered(self._tasks, 0, cursor)
+        self.progress.delivered(self._tasks, 0 if self._streams is None else self._streams.copy, cursor)
         self._tasks += 1
         nbytes = batch_nbytes(batch)
         if self.prefetcher is not None:
@@ -354,7 +357,7 @@ class InlineEpoch:
             self.failed(records)
             raise without_batch(ranks) from None
         self._read = False
-        self.progress.delivered(self._tasks, 0, cursor)
+        self.progress.delivered(self._tasks, 0 if self._streams is None else self._streams.copy, cursor)
         self._tasks += 1
         self._record(records)
         return NO_BATCH
@@ -368,7 +371,9 @@ class InlineEpoch:
         read, self._read = self._read, False
         if not read:  # else the reader has counted the batch, and a later step failed
             self.reader.failed()
-        self.progress.failed(self._tasks, 0, self._cursor if read else None)
+        self.progress.failed(
+            self._tasks, 0 if self._streams is None else self._streams.copy, self._cursor if read else None
+        )
         self._tasks += 1
         self._record(records)
 
@@ -381,7 +386,8 @@ class InlineEpoch:
         """Record that the consumer sees the end of the epoch."""
         if self._tuning is not None:
             self._tuning.close()
-        self.progress.ends[0] = self.reader.last_cursor()
+        if self._streams is None:  # else each has noted its own end
+            self.progress.ends[0] = self.reader.last_cursor()
         self.progress.finish()
 
     def _record(self, records: list[SkippedSample]) -> None:
@@ -413,7 +419,9 @@ class InlineEpoch:
         return error
 
 
-def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder) -> DatasetReader:
+def _make_reader(
+    torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder
+) -> DatasetReader | StreamReaders:
     """Make the dataset's reader for this process, at the iterator's position."""
     config, dataset = progress.config, torch_iter._dataset
     collate = config.collate_fn
@@ -430,10 +438,27 @@ def _make_reader(torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: 
         generator.manual_seed(start.shared_seed or 0)
         dataset = apply_random_seed(dataset, generator)
     setup = worker_setup(config, torch_iter, base_seed, [start])
+    if start.streams:
+        return _read_streams(setup, dataset, collate, progress, recorder)
     assignments = InlineAssignments(progress, start) if config.assigns_shards else None
     reader = DatasetReader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
     reader.begin(start)
     progress.begun(0, reader.first_cursor())
+    return reader
+
+
+def _read_streams(
+    setup: WorkerSetup, dataset: Any, collate: Callable[[Any], Any], progress: Progress, recorder: Recorder
+) -> StreamReaders:
+    """Make the reader of a dataset that says that it has streams."""
+    from asyncloader.epoch.inline_streams import StreamsInTurn  # late: few datasets have streams
+
+    def make(copy: Any, stream: int) -> DatasetReader:
+        return DatasetReader(setup, copy, collate, worker_id=stream, in_worker=False, time=recorder.time)
+
+    reader = StreamsInTurn(dataset, setup, make, progress.next_worker, progress.ends)
+    for stream, cursor in enumerate(reader.first_cursors()):
+        progress.begun(stream, cursor)
     return reader
 
 

@@ -15,12 +15,13 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
+from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.epoch.late_tasks import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
-from asyncloader.epoch.resume_points import ResumePoints
+from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.timeout_report import report
 from asyncloader.errors import WorkerDied, ending
@@ -67,10 +68,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("asyncloader")
 
 
-class WorkerBegun(NamedTuple):
-    """A worker began the epoch; the cursor says at which state of its dataset."""
+class CopyBegun(NamedTuple):
+    """A copy of the dataset, of a worker or a stream, began the epoch; the cursor says at which state."""
 
-    worker: int
+    copy: int
     cursor: PackedCursor
 
 
@@ -82,7 +83,7 @@ class Pipeline(Listener):
         scheduler: a fresh one for this epoch.
         sink: receives the items for the consumer; must not block.
         source: an async source of indices; None if the consumer passes them in, or the dataset is iterable.
-        ends: filled with each worker's final state of an iterable dataset.
+        ends: filled with the final state of each copy of an iterable dataset.
         respawner: starts replacements for workers that died.
         loss: the part of its predecessor's state that a replacement lacks, for the warning; empty: none, and it makes
             the same batches.
@@ -147,7 +148,7 @@ class Pipeline(Listener):
         # Made in the consumer's thread: an event belongs to a loop only from the first task that waits for it.
         self._begun = asyncio.Event()
         self._start_error: Any = None
-        self.notices: deque[Notice | WorkerBegun | Resized] = deque()
+        self.notices: deque[Notice | CopyBegun | Resized] = deque()
         """For the consumer's thread: replaced workers, started ones, and another number of workers."""
 
     # ------------------------------------------------------------------------------- called by the consumer
@@ -165,7 +166,7 @@ class Pipeline(Listener):
         loop = asyncio.get_running_loop()
         self._respawner.attach(self._on_made)
         self._starts = list(starts)
-        self._resume_points = ResumePoints(
+        self._resume_points = (StreamResumePoints if starts[0].streams else ResumePoints)(
             starts,
             iterable=self._scheduler.iterable,
             replays=self._replays,
@@ -268,10 +269,8 @@ class Pipeline(Listener):
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
         self._unbegun.discard(worker)
-        if cursor is not None:
-            self.notices.append(WorkerBegun(worker, cursor))
-            if self._resume_points is not None:
-                self._resume_points.began(worker, cursor)
+        if cursor is not None and self._resume_points is not None:
+            self.notices += starmap(CopyBegun, self._resume_points.began(worker, cursor))
         if self._start_error is None:
             self._start_error = error
         if error is not None or not self._unbegun:
@@ -283,7 +282,7 @@ class Pipeline(Listener):
             answer.discard()  # it was in flight when the epoch failed
             return
         if self._resumes and self._resume_points is not None:
-            self._resume_points.answered(worker, answer.cursor)
+            self._resume_points.answered(self._scheduler.copy(worker, answer.result.seq), answer.cursor)
         if self._adapts:
             # Before the scheduler gets the answer, and requests more: a larger ring may follow, with fewer slots.
             self._adapt()
@@ -331,7 +330,7 @@ class Pipeline(Listener):
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
         if self._resume_points is not None:
-            self._resume_points.failed(worker)
+            self._resume_points.failed(self._scheduler.copy(worker, seq))
         self._completed(worker, seq, WorkerFailure(error, busy, records))
 
     def on_empty_batch(
@@ -339,13 +338,13 @@ class Pipeline(Listener):
     ) -> None:
         """Pass a task without a batch to the scheduler. See `Listener`."""
         if self._resume_points is not None:
-            self._resume_points.answered(worker, cursor)
+            self._resume_points.answered(self._scheduler.copy(worker, seq), cursor)
         self._completed(worker, seq, AllDropped(busy, cursor, records))
 
     def on_exhausted(self, worker: int, seq: int, cursor: PackedCursor | None) -> None:
         """Pass the end of a worker's stream to the scheduler. See `Listener`."""
         if cursor is not None:
-            self._ends[worker] = cursor
+            self._ends[self._scheduler.copy(worker, seq)] = cursor
         self._handle(Exhausted(worker, seq))
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:

@@ -17,6 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.epoch.stream_scheduler import StreamScheduler
+from asyncloader.epoch.stream_turns import StreamTurns
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
@@ -65,7 +67,7 @@ def worker_setup(
     Args:
         config: the options of the epoch in which the readers begin.
         torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
-        base_seed: worker i is seeded with ``base_seed + i``.
+        base_seed: worker i, or stream i, is seeded with ``base_seed + i``.
         starts: one per worker; one to read in the consumer's own process.
     """
     init = config.worker_init_fn
@@ -81,7 +83,7 @@ def worker_setup(
         drop_last=config.drop_last,
         base_seed=base_seed,
         worker_init_fn=init,
-        num_workers=config.most_workers,
+        num_workers=config.loader_streams or config.most_workers,
         concurrency=config.concurrency,
         starts=starts,
         snapshot_every=config.dataset_snapshot_every,
@@ -119,7 +121,7 @@ def _seeded_setup(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> Seede
         seed=config.seed,
         # Where the ranks share batches rather than samples, the samples of a batch are neighbours.
         replicas=1 if share is None or share.of_batches else share.replicas,
-        first_stream=config.topology.rank * max(1, config.num_workers),
+        first_stream=config.topology.rank * (config.loader_streams or max(1, config.num_workers)),
         # torch's own functions draw no random numbers.
         seed_collate=config.collate_fn not in (default_collate, default_convert),
     )
@@ -171,19 +173,24 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
     return ServiceWorkers(config.dataset, config.credits)
 
 
-def make_scheduler(config: EpochConfig, first_worker: int) -> Scheduler:
-    """A scheduler for one epoch, in which worker `first_worker` comes first."""
+def make_scheduler(config: EpochConfig, first: int) -> Scheduler:
+    """A scheduler for one epoch, in which this worker comes first; of a dataset with streams, this stream."""
+    options: dict[str, Any] = {
+        "workers": config.num_workers,
+        "credits": config.credits,
+        "in_order": config.in_order,
+        "max_restarts": config.max_restarts,
+        "concurrent": config.concurrent,
+    }
+    if config.loader_streams is not None:
+        return StreamScheduler(StreamTurns(config.loader_streams, first, config.num_workers), **options)
     return Scheduler(
-        workers=config.num_workers,
-        credits=config.credits,
-        in_order=config.in_order,
         iterable=config.iterable,
         # torch defines which worker makes which batch. That matters in torch mode and for iterable datasets, whose
         # copies are read in turn. In seeded mode and with an async sampler any worker may take a task.
         assignment="least_loaded" if config.free else "round_robin",
         reorder_window=config.reorder_window,
-        first_worker=first_worker,
-        max_restarts=config.max_restarts,
-        concurrent=config.concurrent,
+        first_worker=first,
         lane_of=config.lane_of,
+        **options,
     )

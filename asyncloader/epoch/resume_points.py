@@ -9,9 +9,10 @@ worker's last *answer*. (A saved state resumes behind the last *delivery*; see `
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
-from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, unpack_cursors
+from asyncloader.workers.fetch.setup import EpochStart, by_stream, for_worker
 
 
 class ResumePoints:
@@ -52,11 +53,12 @@ class ResumePoints:
         self._made.append(False)
         self._cursors.append(None)
 
-    def began(self, worker: int, cursor: PackedCursor) -> None:
-        """Record the cursor with which a worker's copy of the dataset began."""
+    def began(self, worker: int, cursor: PackedCursor) -> list[tuple[int, PackedCursor]]:
+        """Record the cursor with which a worker's copy of the dataset began. Returns the copy and its cursor."""
         # A late cursor of the beginning must not replace the cursor of an answer.
         if not self._answered[worker]:
             self._cursors[worker] = cursor
+        return [(worker, cursor)]
 
     def failed(self, worker: int) -> None:
         """Record that a worker's batch raised: that is its answer, as a batch would be."""
@@ -107,3 +109,35 @@ class ResumePoints:
         # cursor has.
         skip = before + began.skip + self._answered[worker] - saved
         return began._replace(cursor=cursor, skip=skip, errors=self._errors[worker])
+
+
+class StreamResumePoints(ResumePoints):
+    """The resume points of a dataset's streams, of which each worker serves some. `failed` and `answered` take the
+    number of a stream; the others take that of a worker. Arguments as for `ResumePoints`.
+    """
+
+    def __init__(self, starts: Sequence[EpochStart], **options: Any) -> None:
+        self._workers = len(starts)
+        super().__init__(by_stream(starts), **options)
+
+    def began(self, worker: int, cursor: PackedCursor) -> list[tuple[int, PackedCursor]]:
+        """Record the cursors with which the streams of a worker began. Returns those that there are."""
+        found = [
+            (stream, each)
+            for stream, each in zip(self._streams(worker), unpack_cursors(cursor), strict=True)
+            if each is not None
+        ]
+        for stream, each in found:
+            super().began(stream, each)
+        return found
+
+    def obstacle(self, worker: int) -> str:
+        """Why a replacement cannot resume one of the worker's streams where it was; empty if it can resume all."""
+        return next(filter(None, map(super().obstacle, self._streams(worker))), "")
+
+    def start(self, worker: int) -> EpochStart:
+        """Where a replacement begins. Only valid without an `obstacle`."""
+        return for_worker([super(StreamResumePoints, self).start(stream) for stream in self._streams(worker)])
+
+    def _streams(self, worker: int) -> range:
+        return range(worker, len(self._starts), self._workers)

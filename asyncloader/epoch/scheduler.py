@@ -16,7 +16,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   by an earlier batch, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a
   slow consumer still stops all workers.
 * Iterable datasets have no sampler: the scheduler offers itself one task per credit, and one more when a worker's
-  copy of the dataset ends (the tasks that this worker still had are void). `StreamTasks` follows credits that change.
+  copy of the dataset ends (the tasks that this worker still had are void); else see `stream_scheduler.py`.
 * Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
@@ -24,7 +24,6 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 * Where any worker may make any batch their number may change (`Joined`, `Excused`): the first ones get tasks.
 * A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
   one is dropped. If one of the two workers dies, the task stays with the other.
-
 """
 
 from __future__ import annotations
@@ -133,6 +132,7 @@ class Scheduler:
             any_worker=assignment == "least_loaded" and not iterable,
         )
         self._lane_of = lane_of
+        self._serves_streams = False  # whether the copies of the dataset are streams, and not the workers'
         self._next_worker = first_worker  # round robin: the worker that gets the next task
         self._offers_ended = False
         self.over = False
@@ -158,6 +158,10 @@ class Scheduler:
         """Whether no outcome is ready for the consumer, and there are tasks."""
         # Each task is unanswered or held back, so none waits for the consumer.
         return bool(self._owner) and len(self._owner) == len(self._unanswered_tasks) + len(self._reorder)
+
+    def copy(self, worker: int, task: int) -> int:  # noqa: ARG002 - the streams' scheduler looks at it
+        """The copy of the dataset that makes a task of the worker that is not answered."""
+        return worker
 
     def unanswered(self, worker: int) -> int:
         """Number of tasks that the worker has not answered."""
@@ -368,7 +372,7 @@ class Scheduler:
         return self._outcome(seq, outcome)
 
     def _outcome(self, seq: int, outcome: Any) -> list[Action]:
-        del self._unanswered_tasks[seq]
+        task = self._unanswered_tasks.pop(seq)
         # 0 stands for a task that was never given twice. Of a task that still has a second worker the entry stays, so
         # that the worker's answer is recognised.
         if self._second and self._second.get(seq, 0) is None:
@@ -377,7 +381,7 @@ class Scheduler:
         self._unanswered[worker] -= 1
         if self._choice is not None:
             self._choice.enter(worker)
-        deliver = Deliver(seq, worker, outcome)
+        deliver = Deliver(seq, worker, outcome, task.index if self._serves_streams else None)
         waiting: list[Action] = []
         if self._recovery.active:
             self._recovery.answered(worker, seq)

@@ -152,9 +152,10 @@ class WorkerIterator(CountedNext):
         if not first_iter:
             if not self._shutdown:
                 self._end_epoch()  # first: the loop handles dying workers until then
-                if self._pool.broken:
+                # Each worker has the copies of some of the streams that there were.
+                if self._pool.broken or self._progress.config.loader_streams != self._config.loader_streams:
                     self._shutdown_workers()
-            if self._shutdown:  # a worker died in or after the last epoch: start new workers
+            if self._shutdown:  # as after the death of a worker in the last epoch: start new workers
                 if not self._config.seeded:
                     # With the old base seed they would draw the same numbers again. It is derived, not drawn: the
                     # user's generator may also be the sampler's.

@@ -13,10 +13,12 @@ import threading
 import warnings
 from typing import Any
 
+from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options, makes_threads
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_streams import count_streams
 
 _INSTEAD = (
     'use processes ("fork", "spawn" or "forkserver"), or num_workers=0 with concurrency=, which are threads of this '
@@ -48,6 +50,8 @@ class ThreadIterator(_MultiProcessingDataLoaderIter):
             unknown.append("an async dataset")
         if async_index_source(loader) is not None:
             unknown.append("an async sampler")
+        if isinstance(loader.dataset, IterableDataset) and count_streams(loader.dataset) is not None:
+            unknown.append("a dataset with loader_streams")
         if unknown:
             self._shutdown = True  # there is nothing to shut down
             raise ValueError(refusal(loader, f"know no {', '.join(unknown)}"))

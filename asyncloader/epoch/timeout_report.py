@@ -54,5 +54,8 @@ def _head(scheduler: Scheduler) -> str:
     if head is None:
         return "No worker has a pending task: the sampler, or a stage after the workers, takes that long."
     task, worker = head
-    what = "the next batch of its stream" if task.index is None else f"indices {shortened(bare_index(task.index))}"
+    if not scheduler.iterable:
+        what = f"indices {shortened(bare_index(task.index))}"
+    else:
+        what = "the next batch of " + ("its stream" if task.index is None else f"stream {task.index}")
     return f"Waiting for task {task.seq} at worker {worker}: {what}."

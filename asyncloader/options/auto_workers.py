@@ -15,6 +15,7 @@ from asyncloader.options.auto_value import AutoValue
 from asyncloader.telemetry.prediction import MOST_WAITING_WORKERS
 from asyncloader.telemetry.worker_tuning import WorkerTuner
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.dataset_streams import count_streams
 from asyncloader.workers.source import THREADS
 
 _FIRST = 4  # workers to begin with, if there are CPUs for them
@@ -64,6 +65,8 @@ def check_auto(options: Mapping[str, Any], *, iterable: bool, makes_threads: boo
         why = "the multiprocessing context makes threads, so the workers are torch's own"
     elif iterable:
         why = "each worker of a stream reads its own part, so another number of workers gives other batches"
+        if count_streams(options["dataset"]) is not None:
+            why = "a trial would read from the dataset's streams"
         if hasattr(type(options["dataset"]), "fixed_streams"):
             why += "; with seed= and streams= on the dataset it does not"
     elif is_stateful(options["dataset"]):

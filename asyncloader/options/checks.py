@@ -28,6 +28,7 @@ from asyncloader.samplers.distributed import ON_UNEVEN
 from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_streams import count_streams
 from asyncloader.workers.fetch.decoding import check_decode
 from asyncloader.workers.fetch.plain_calls import check_plain, is_coroutine_function
 from asyncloader.workers.source import THREADS
@@ -249,7 +250,9 @@ def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
         raise ValueError(f"{name} is about batches on a device, and needs device=, for example device='cuda'")
 
 
-def _check_workers(options: Mapping[str, Any], _: bool) -> None:
+def _check_workers(options: Mapping[str, Any], iterable: bool) -> None:
+    if iterable:
+        count_streams(options["dataset"], elsewhere=options["workers"] not in (None, THREADS))
     if sys.platform == "win32" and options["num_workers"] and options["workers"] != THREADS:
         raise UnsupportedPlatform(f"num_workers={options['num_workers']} asks for {NO_PROCESSES}")
     if options["workers"] == THREADS and (context := options["multiprocessing_context"]) is not None:

@@ -29,6 +29,8 @@ from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.dataset_streams import count_streams
+from asyncloader.workers.source import THREADS
 
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
@@ -79,6 +81,9 @@ class EpochConfig:
     """Workers at the beginning of the epoch."""
     most_workers: int
     """Workers that there may be in the epoch."""
+    loader_streams: int | None
+    """Streams that an iterable dataset says that it has, of which each worker serves some, or which are read without
+    workers; None: each worker reads a copy."""
     auto: AutoWorkers | None
     """The loader's own choice of the number; None: the user gave it."""
     tunes: bool
@@ -171,6 +176,9 @@ class EpochConfig:
         # In torch mode the worker that makes a batch is part of its random numbers.
         tunes = auto is not None and seeded
         number = int(given) if auto is None else auto.number
+        streams = count_streams(dataset, elsewhere=ours.workers not in (None, THREADS)) if iterable else None
+        if streams is not None:
+            number = min(number, streams)  # a further worker would have none to serve
         most_workers = auto.most if auto is not None and tunes else number
         credits = most_credits(
             dataset,
@@ -191,6 +199,7 @@ class EpochConfig:
             "lane_of": None if positions is None else positions.lane_of(most_workers),
             "num_workers": number,
             "most_workers": most_workers,
+            "loader_streams": streams,
             "auto": auto,
             "tunes": tunes,
             "concurrent": concurrent,

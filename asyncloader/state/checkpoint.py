@@ -194,7 +194,7 @@ class StateKeeper:
             return None
         self._group = make_group(config.topology, config.group, self._group)
         steps = None
-        if length_is_exact(config.dataset, config.num_workers, assigns_shards=assigned):
+        if length_is_exact(config.dataset, config.loader_streams or config.num_workers, assigns_shards=assigned):
             steps = _length(spec)
             if steps is not None:
                 steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
@@ -204,6 +204,8 @@ class StateKeeper:
         streams = None
         if config.iterable or (config.stateful and not _reads_by_chance(config)):
             streams = {"num_workers": config.num_workers, **config.topology._asdict()}
+            if config.loader_streams is not None:
+                streams["loader_streams"] = config.loader_streams
         total = _length(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
         ranks = _sharing_ranks(config)
@@ -298,14 +300,17 @@ class StateKeeper:
         workers = state["workers"]
         if workers is not None and (state["finished"] or not any(workers["given"])):
             # Between epochs any loader can begin, but only a loader with the same workers and ranks restores datasets.
-            same = here._asdict() | {"num_workers": config.num_workers}
-            if any(workers[name] != value for name, value in same.items()):
+            same = here._asdict() | {"loader_streams": config.loader_streams}
+            if config.loader_streams is None:
+                same["num_workers"] = config.num_workers
+            if any(workers.get(name) != value for name, value in same.items()):
                 workers = None
-        if state["finished"] and config.num_workers and not config.persistent_workers:
+        copied = config.num_workers or config.loader_streams is not None
+        if state["finished"] and copied and not (config.num_workers and config.persistent_workers):
             workers = None  # each epoch's workers begin with the dataset as it is in this process
         state["workers"] = workers
         if workers is not None:
-            check_workers(workers, config.num_workers, here.rank, here.world_size)
+            check_workers(workers, config.num_workers, here.rank, here.world_size, config.loader_streams)
             if config.exact and not state["finished"]:
                 check_exact(workers, stream=state["kind"] == "iterable")
         if not config.iterable:

@@ -93,9 +93,11 @@ def _draw_seeds(config: EpochConfig) -> dict[str, Any] | None:
 
 
 def _dataset_at_rest(config: EpochConfig, *, itself: bool) -> Cursor | None:
-    """The cursor of this process's dataset before the next ``iter(dataset)``; None if workers read it."""
+    """The cursor of this process's dataset before the next ``iter(dataset)``; None if workers or streams have copies of
+    it.
+    """
     dataset = config.dataset
-    if config.num_workers or not config.snapshot_every or config.assigns_shards:
+    if config.num_workers or config.loader_streams or not config.snapshot_every or config.assigns_shards:
         return None
     bookmark = Bookmark(dataset, 1)
     found = _taken(bookmark)

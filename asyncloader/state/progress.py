@@ -18,10 +18,10 @@ from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state.epoch_counter import EpochClock
-from asyncloader.state.schema import VERSION
+from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
-from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
 if TYPE_CHECKING:
     from asyncloader.remote.assignment_state import EpochAssignment
@@ -33,6 +33,8 @@ class Progress:
     """The position of one iterator: the steps that were delivered, and the states of sampler and dataset there.
 
     Made by `StateKeeper.begin`. The iterator reports its deliveries, in its own thread.
+
+    A worker here is a copy of the dataset. Of a dataset with `loader_streams`, its number is that of the stream.
     """
 
     config: EpochConfig
@@ -191,21 +193,28 @@ class Progress:
         workers are new, though persistent, and begin where their predecessors ended.
 
         Seeds from a loaded state replace the drawn ones, so that the workers draw the same numbers again.
+
+        Raises:
+            StateError: the dataset says that it has another number of streams than when the state was loaded.
         """
+        streams = self.config.loader_streams
+        copies = streams or workers
         if self.seeds is not None:
             base_seed = int(self.seeds["base"])
             shared_seed = shared_seed if self.seeds["shared"] is None else self.seeds["shared"]
         if self._expects["mode"] == "torch":
             # Only in torch mode: in seeded mode the workers' random numbers follow from `seed`.
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        self._cursors = list[PackedCursor | None]([None] * workers)
-        self._given, self._next_worker = [0] * workers, 0
+        self._cursors = list[PackedCursor | None]([None] * copies)
+        self._given, self._next_worker = [0] * copies, 0
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
-            saved_cursors = [None] * workers if self.carried is None else self.carried["cursors"]
+            carried = None if self.carried is None else self.carried["cursors"]
+            # Another length: its streams are counted anew since the state was loaded, and begin anew, too.
+            saved_cursors = carried if carried is not None and len(carried) == copies else [None] * copies
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             # Persistent workers still have their datasets: they go on without a cursor.
-            if new_workers and len(self._inherited) == workers:
+            if new_workers and len(self._inherited) == copies:
                 found = [_value(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
             starts = [
@@ -215,16 +224,18 @@ class Progress:
                 for each in found
             ]
             self._cursors = [_packed(start.cursor) for start in starts]
-            if len(self._inherited) == workers:
+            if len(self._inherited) == copies:
                 self._cursors = self._inherited
-            return base_seed, starts
+            return base_seed, starts if streams is None else by_worker(starts, workers)
+        if saved.get("loader_streams") != streams:
+            raise StateError(explain_streams(saved.get("loader_streams"), streams, saved["num_workers"]))
         self._given, self._next_worker = list(saved["given"]), saved["next"]
         starts = []
-        for worker, (given, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+        for number, (given, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
             # A cursor with a problem cannot be used: the stream must be read again.
             cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
             if cursor is not None:
-                self._cursors[worker] = pickle_cursor(cursor)
+                self._cursors[number] = pickle_cursor(cursor)
             starts.append(
                 EpochStart(
                     shared_seed,
@@ -235,7 +246,7 @@ class Progress:
                     message=self.message,
                 )
             )
-        return base_seed, starts
+        return base_seed, starts if streams is None else by_worker(starts, workers)
 
     def inherit(self, before: Progress) -> None:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""

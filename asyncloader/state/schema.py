@@ -23,7 +23,8 @@ states are):
                    shared seed, or None; both of the rank that saved them. After the end of an epoch: the next's.
                    None in seeded mode, and where they are unknown
     workers        for datasets that are read as streams or have a state: {num_workers, rank, world_size, next, given,
-                   cursors}, or None. See `workers/fetch/dataset_state.py`
+                   cursors}, or None. `given` and `cursors` have an entry for each worker; or, with another key
+                   `loader_streams`, for each stream. See `workers/fetch/dataset_state.py`
 
 All ranks of a map dataset in seeded mode have the same state. Keys that are not listed are ignored: Accelerate adds
 some. Only its key ``_iterator_finished`` is read: it says that the epoch is over.
@@ -162,14 +163,18 @@ def _check_generators(generators: dict[str, Any]) -> None:
 
 def _check_worker_part(workers: dict[str, Any]) -> None:
     _check_fields(workers, _WORKERS, "the state's 'workers'")
+    streams = workers.get("loader_streams")
+    if streams is not None and not (_is_count(streams) and streams):
+        raise StateError(f"the state is broken: loader_streams={_show(streams)}")
     # Without workers a single copy of the dataset is read, in the main process.
-    expected = max(1, workers["num_workers"])
+    expected, of = max(1, workers["num_workers"]), f"num_workers={workers['num_workers']}"
+    if streams is not None:
+        expected, of = streams, f"loader_streams={streams}"
     if not 0 <= workers["next"] < expected:
-        raise StateError(f"the state is broken: num_workers={workers['num_workers']}, but next={workers['next']}")
+        raise StateError(f"the state is broken: {of}, but next={workers['next']}")
     if not len(workers["given"]) == len(workers["cursors"]) == expected:
         raise StateError(
-            f"the state is broken: num_workers={workers['num_workers']}, but {len(workers['given'])} counts and "
-            f"{len(workers['cursors'])} cursors"
+            f"the state is broken: {of}, but {len(workers['given'])} counts and {len(workers['cursors'])} cursors"
         )
     for given, cursor in zip(workers["given"], workers["cursors"], strict=True):
         if not _is_count(given):
@@ -266,11 +271,20 @@ def check_length(state: dict[str, Any], steps: int | None) -> None:
         raise StateError(f"the state is broken: {last} batches of an epoch were delivered that has {steps}")
 
 
-def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_size: int) -> None:
-    """Check that this loader has the workers and the rank whose dataset positions were saved.
+def check_workers(
+    workers: dict[str, Any], num_workers: int, rank: int, world_size: int, loader_streams: int | None = None
+) -> None:
+    """Check that this loader has the workers, or the streams, and the rank whose dataset positions were saved.
+
+    Args:
+        workers: the checked part of a state.
+        num_workers: of this loader.
+        rank: of this loader.
+        world_size: of this loader.
+        loader_streams: of its dataset; None: each worker reads a copy.
 
     Raises:
-        StateError: the number of workers differs, or it is another rank's state.
+        StateError: the number of workers or streams differs, or it is another rank's state.
     """
     of_shards = "leases" in workers
     instead = ". A RemoteIterableDataset with streams= has states that fit any number of workers and ranks"
@@ -280,16 +294,41 @@ def check_workers(workers: dict[str, Any], num_workers: int, rank: int, world_si
             f"{world_size}: where a rank stands in its own stream is of no use to another. Save and load one state a "
             f"rank, with as many ranks{instead if of_shards else ''}"
         )
+    saved_streams = workers.get("loader_streams")
+    if (saved_streams, loader_streams) != (None, None):
+        if saved_streams == loader_streams:
+            return  # whichever worker goes on with them
+        raise StateError(explain_streams(saved_streams, loader_streams, workers["num_workers"]))
     if workers["num_workers"] != num_workers:
         why = (
             f"each worker goes on with the shards that were assigned to it{instead}"
             if of_shards
-            else "each worker has read its own copy of the dataset, and only as many can go on"
+            else "each worker has read its own copy of the dataset, and only as many can go on. An "
+            "IterableDataset with an attribute loader_streams is that number of copies on any number of workers, and "
+            "its states fit any number"
         )
         raise StateError(
             f"the state was saved with num_workers={workers['num_workers']}, but this loader has "
             f"num_workers={num_workers}: {why}"
         )
+
+
+def explain_streams(saved: int | None, here: int | None, num_workers: int) -> str:
+    """Return the error's text for a state of another number of streams. None: the dataset had, or has, no
+    `loader_streams`. `num_workers`: of the loader that saved the state.
+    """
+    if saved is None:
+        return (
+            f"the state was saved with num_workers={num_workers}, where the dataset had no loader_streams and each "
+            f"worker read a copy, but here the dataset has loader_streams={here}: load it without the attribute and "
+            f"with num_workers={num_workers}, or begin anew without the state"
+        )
+    return (
+        f"the state was saved with loader_streams={saved} on the dataset, but here "
+        + ("it has no such attribute" if here is None else f"it has loader_streams={here}")
+        + ": where a stream stands is of no use to another. "
+        f"Have the dataset say loader_streams={saved} again, or begin anew without the state"
+    )
 
 
 def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
@@ -298,9 +337,10 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
     Raises:
         StateError: the position of a copy is unknown.
     """
+    kind = "worker" if workers.get("loader_streams") is None else "stream"
     for worker, (given, cursor) in enumerate(zip(workers["given"], workers["cursors"], strict=True)):
         if cursor is not None and cursor["problem"]:
-            raise StateError(f"the dataset's state could not be saved in worker {worker}: {cursor['problem']}")
+            raise StateError(f"the dataset's state could not be saved in {kind} {worker}: {cursor['problem']}")
         taken = None if cursor is None else cursor["batches"]
         if not stream and given and taken != given:
             raise StateError(

@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, default_collate
 
 from asyncloader import Recovery, sample_rng
 from tests.property.resume_orders import BATCH_ORDERS, FIXED_WORLD, ORDERS, OWN_GENERATOR
-from tests.property.resume_streams import STREAMS, global_draws, own_draws
+from tests.property.resume_streams import SEVERAL, STREAMS, global_draws, own_draws
 
 # ------------------------------------------------------------------------------------------- map datasets
 
@@ -151,7 +151,7 @@ class Case:
             arguments |= {"seed": self.seed, "rank": rank, "world_size": part.world_size, "on_uneven": self.on_uneven}
         if self.streams:
             arguments["dataset"] = STREAMS[self.dataset](self.length, rank)
-            arguments["recovery"] = Recovery(allow_replay=self.dataset == "plain")
+            arguments["recovery"] = Recovery(allow_replay=self.dataset in ("plain", "two plain"))
         else:
             arguments["dataset"] = DATASETS[self.dataset](self.length)
             arguments |= ORDERS[self.order](self.length, generator_seed)
@@ -241,7 +241,7 @@ def cases(draw: st.DrawFn) -> Case:
             global_batch=size,
             in_order=in_order,
             mixes=mode == "seeded" and draw(st.booleans()),
-            parts=draw(_parts([1], elastic=False)),  # streams of several ranks need a process group
+            parts=draw(_parts([1], elastic=dataset in SEVERAL)),  # streams of several ranks need a process group
             **common,
         )
     orders = [name for name in ORDERS if mode == "torch" or name != "loader's generator"]

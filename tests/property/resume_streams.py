@@ -164,6 +164,31 @@ class AwaitedPlainStream(_Shard):
         self.next = state["next"]
 
 
+class ThreeIterators(IteratorStream):
+    """Three streams, whose iterators are Stateful."""
+
+    loader_streams = 3
+
+
+class FourDatasets(DatasetStream):
+    """Four streams, each of a Stateful dataset."""
+
+    loader_streams = 4
+
+
+class TwoPlain(PlainStream):
+    """Two streams without a state."""
+
+    loader_streams = 2
+
+
+SEVERAL: dict[str, Callable[[int, int], Any]] = {
+    "three stateful iterators": ThreeIterators,
+    "four stateful datasets": FourDatasets,
+    "two plain": TwoPlain,
+}
+"""Datasets of several streams: the number of workers is no part of their batches."""
+
 # Each stream is built from its length and the rank.
 STREAMS: dict[str, Callable[[int, int], Any]] = {
     "plain": PlainStream,
@@ -172,4 +197,5 @@ STREAMS: dict[str, Callable[[int, int], Any]] = {
     "own iterator": OwnIterator,
     "awaited, stateful iterator": AwaitedStream,
     "awaited, stateful dataset": AwaitedPlainStream,
+    **SEVERAL,
 }

@@ -20,7 +20,7 @@ from tests.drawn import scaled
 from tests.property.resume_cases import DATASETS, LOOPS, PASSAGES, Case, Part, cases
 from tests.property.resume_orders import ASYNC_ORDERS, BATCH_ORDERS, ORDERS
 from tests.property.resume_runs import Run, passed, seed_everything
-from tests.property.resume_streams import STREAMS
+from tests.property.resume_streams import SEVERAL, STREAMS
 
 EXAMPLES = int(os.environ.get("ASYNCLOADER_CONFIGURATIONS") or scaled(100))
 SETTINGS: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -39,7 +39,7 @@ Epochs = list[list[torch.Tensor]]
 def uninterrupted(case: Case, part: Part, rank: int, epochs: int) -> Epochs:
     """Return this rank's epochs if no interruption occurs, in a world of the part's size."""
     seed_everything(5)
-    workers = part.workers if case.streams else 0
+    workers = part.workers if case.streams and case.dataset not in SEVERAL else 0
     plain = replace(part, workers=workers, prefetch=None, loop="sync", persistent=False)
     in_order = replace(case, in_order=True)
     if case.mode == "torch" and not case.streams and case.dataset not in AWAITED and case.order not in ASYNC_ORDERS:

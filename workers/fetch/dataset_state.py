@@ -12,7 +12,7 @@ restored.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from asyncloader.workers.fetch.mocks import has_method
@@ -23,8 +23,9 @@ from asyncloader.workers.fetch.repeated_pickle import RepeatedPickle
 class Stateful(Protocol):
     """An object that can save its state and resume from it: a sampler, a dataset, or an iterator of either.
 
-    States should be plain values; they are copied, and become part of the loader's state. A list that is equal to that
-    of the state before counts as the same.
+    States should be plain values; they are copied, and become part of the loader's state. Those of an iterable dataset
+    fit the same number of workers; any number, if it says by an attribute `loader_streams` how many streams it is. A
+    list that is equal to that of the state before counts as the same.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +118,16 @@ class CursorPickler:
         """Pack a cursor."""
         dataset, iterator = self._dataset_state.lean(cursor.dataset), self._iterator_state.lean(cursor.iterator)
         return pickle_cursor(cursor._replace(dataset=dataset, iterator=iterator))
+
+
+def pack_cursors(cursors: Sequence[PackedCursor | None]) -> PackedCursor:
+    """Pack the cursors of several streams, for `unpack_cursors`."""
+    return PackedCursor(pickle.dumps([bytes_of(cursor) for cursor in cursors], 5))
+
+
+def unpack_cursors(packed: PackedCursor) -> list[PackedCursor | None]:
+    """Return the cursors that `pack_cursors` packed, in a process of ours."""
+    return [PackedCursor(data) if data else None for data in pickle.loads(packed.data)]
 
 
 class Bookmark:

@@ -84,17 +84,17 @@ def note_shard(error: BaseException, sample: Any) -> None:
         add_note(error, f"while reading sample {where}")
 
 
-def note_stream_sample(error: BaseException, number: int, worker: int | None, where: str | None = None) -> None:
-    """Note on an error which sample of a stream raised it; `number` counts from 0 in the worker's stream. `where`: see
-    `shard_and_key`.
+def note_stream_sample(error: BaseException, number: int, stream: str | None, where: str | None = None) -> None:
+    """Note on an error which sample of a stream raised it; `number` counts from 0 in the stream, which is in words.
+    `where`: see `shard_and_key`.
 
-    Not by its number without workers (None), where there is one stream; nor on asyncloader's own errors, which name
+    Not by its number where there is one stream (None), without workers; nor on asyncloader's own errors, which name
     their shard.
     """
     if where is not None:
         add_note(error, f"while reading sample {where}")
-    elif worker is not None and not type(error).__module__.startswith("asyncloader."):
-        add_note(error, f"while reading sample number {number} of worker {worker}'s stream")
+    elif stream is not None and not type(error).__module__.startswith("asyncloader."):
+        add_note(error, f"while reading sample number {number} of {stream}")
 
 
 def describe_batch(index: Any) -> str:
@@ -108,9 +108,9 @@ def note_collation(error: BaseException, index: Any, *, batched: bool) -> None:
     add_note(error, f"while collating {what} {index_text(index)}{_advice(error)}")
 
 
-def note_stream_collation(error: BaseException, first: int, end: int, worker: int | None) -> None:
+def note_stream_collation(error: BaseException, first: int, end: int, stream: str | None) -> None:
     """Note on an error of collation which samples of a stream were collated: those from `first` to ``end - 1``."""
-    whose = "the stream" if worker is None else f"worker {worker}'s stream"
+    whose = "the stream" if stream is None else stream
     add_note(error, f"while collating samples number {first} to {end - 1} of {whose}{_advice(error)}")
 
 

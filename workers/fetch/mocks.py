@@ -20,6 +20,13 @@ def has_method(thing: Any, name: str) -> bool:
     return callable(getattr(thing, name, None))
 
 
+def has_attribute(thing: Any, name: str) -> bool:
+    """Whether the object has this attribute, also if reading it raises. A mock has those that were set before."""
+    if _is_mock(thing):
+        return name in vars(thing)
+    return hasattr(type(thing), name) or hasattr(thing, name)
+
+
 def has_special_method(thing: Any, name: str) -> bool:
     """Whether the object's type has this method, such as `__aiter__`. A mock has those that were set or used before."""
     kind = type(thing)

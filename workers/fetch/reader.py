@@ -38,7 +38,7 @@ from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scop
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
-from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
 
@@ -50,7 +50,7 @@ class DatasetReader:
         setup: the loader's options.
         dataset: the copy: the dataset of `setup`, perhaps reseeded.
         collate: from samples to a batch: the function of `setup`, or a function that also encodes.
-        worker_id: number of this copy among those of this process's loader; 0 without workers.
+        worker_id: number of this copy among those of this rank's loader; 0 without workers.
         in_worker: whether this is a worker.
         alone: whether no code but the worker's runs in its process, whose global generators may then be seeded.
         assignments: provides the shard ranges to read, where the main process assigns them.
@@ -276,7 +276,7 @@ class DatasetReader:
             seeding,
             self._decoder,
             handler,
-            worker=self._worker_id if self._in_worker else None,
+            stream=stream_in_words(setup, self._worker_id, in_worker=self._in_worker),
             asynchronous=self.asynchronous,
         )
         fetcher = kind(stream, maker, setup.auto_collation, self._collate, setup.drop_last, read)

@@ -66,7 +66,7 @@ class SampleMaker:
         seeding: of the epoch; None in torch mode.
         decoder: runs the user's `decode`; None: samples are collated as they are read.
         handler: handles samples that raise; None: they fail their batch.
-        worker: number of the worker, for the text of a stream's errors; None without workers.
+        stream: the stream in words, for the text of its errors; None for the only one, without workers.
         asynchronous: whether samples are awaited.
     """
 
@@ -77,14 +77,14 @@ class SampleMaker:
         decoder: Decoder | None = None,
         handler: SampleErrorHandler | None = None,
         *,
-        worker: int | None = None,
+        stream: str | None = None,
         asynchronous: bool = False,
     ) -> None:
         self.dataset = dataset
         self.seeding = seeding
         self.decoder = decoder
         self.handler = handler
-        self.worker = worker
+        self.stream = stream
         self.asynchronous = asynchronous
         self.one_by_one = dataset is not None and fetches_samples(dataset)
         """Whether a sample can be made alone: to find which one of a batch raises, and to substitute another."""
@@ -196,6 +196,6 @@ class SampleMaker:
     def note(self, error: BaseException, request: SampleRequest) -> None:
         """Note on an error which sample raised it."""
         if self.dataset is None:
-            note_stream_sample(error, request.position or 0, self.worker, request.index)
+            note_stream_sample(error, request.position or 0, self.stream, request.index)
         else:
             add_note(error, describe_sample(request.index, request.item, request.position))

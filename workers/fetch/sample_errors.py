@@ -36,7 +36,7 @@ class SkippedSample(NamedTuple):
             (``"'000013' of 's3://bucket/train-7.tar'"``).
         position: in seeded mode, its position in the epoch's order; for an iterable dataset, its number in the worker's
             stream (both from 0); else None.
-        worker: number of the worker; 0 without workers.
+        worker: number of the worker, or of the stream of a dataset with `loader_streams`; 0 without workers.
         pid: process id of the worker.
         error: type and text of the exception, as in ``"ValueError: bad jpeg"``; at most 1000 characters.
         traceback: the exception's, as text; the last 16000 characters at most.

@@ -33,6 +33,8 @@ class EpochStart(NamedTuple):
             again, they are passed over.
         stream_key: seed of the worker's shuffle buffer, where the main process assigns shards.
         message: the message of a `MessagedDataset` for this epoch; empty for other datasets.
+        streams: where each stream begins that this worker serves, in the order of their numbers; empty for a dataset
+            that does not say that it has streams. The fields above are then those of the first.
     """
 
     shared_seed: int | None = None
@@ -43,6 +45,25 @@ class EpochStart(NamedTuple):
     errors: int = 0
     stream_key: int = 0
     message: bytes = b""
+    streams: tuple[EpochStart, ...] = ()
+
+
+def for_worker(starts: Sequence[EpochStart]) -> EpochStart:
+    """Return the start of a worker that serves these streams."""
+    return starts[0]._replace(streams=tuple(starts))
+
+
+def by_worker(starts: Sequence[EpochStart], workers: int) -> list[EpochStart]:
+    """Return the start of each worker, from those of all streams: of this number of workers, each serves every
+    ``workers``-th stream.
+    """
+    return [for_worker(starts[worker::workers]) for worker in range(workers)]
+
+
+def by_stream(starts: Sequence[EpochStart]) -> list[EpochStart]:
+    """Return the starts of all streams: the inverse of `by_worker`."""
+    number = sum(len(start.streams) for start in starts)
+    return [starts[stream % len(starts)].streams[stream // len(starts)] for stream in range(number)]
 
 
 class WorkerSetup(NamedTuple):
@@ -82,6 +103,13 @@ class WorkerSetup(NamedTuple):
     """Threads that run `decode`, where samples are awaited or fetched by threads; 0: inline."""
 
 
+def stream_in_words(setup: WorkerSetup, number: int, *, in_worker: bool) -> str | None:
+    """Return which stream a copy of the dataset is, for errors' texts; None: the only one, without workers."""
+    if setup.starts and setup.starts[0].streams:
+        return f"stream {number}"
+    return f"worker {number}'s stream" if in_worker else None
+
+
 class LateSetup(Protocol):
     """A set-up that is made in the worker. What that raises answers every task."""
 
@@ -96,7 +124,7 @@ class SeededSetup(NamedTuple):
     Attributes:
         seed: the loader's.
         replicas: the difference between the positions of neighbouring samples of a batch.
-        first_stream: number of worker 0's stream among the streams of all ranks, for iterable datasets.
+        first_stream: number of the first copy's stream among the streams of all ranks, for iterable datasets.
         seed_collate: whether collation is a user's function, which may draw random numbers.
     """
 
@@ -119,6 +147,15 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
     return seed
 
 
+def seed_cpu_generators(base_seed: int, stream: int) -> None:
+    """Seed random, torch and numpy as `seed_worker`, in the training process: without the accelerators' generators,
+    which its own code draws from.
+    """
+    random.seed(base_seed + stream)
+    torch.default_generator.manual_seed(base_seed + stream)
+    np.random.seed(torch_worker._generate_state(base_seed, stream))
+
+
 def _seed_torch(seed: int) -> None:
     """`torch.manual_seed`, without reading source files.
 
@@ -138,10 +175,18 @@ def _seed_torch(seed: int) -> None:
 
 def install_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:
     """Make `torch.utils.data.get_worker_info` work in this process."""
+    set_worker_info(make_worker_info(worker_id, num_workers, seed, dataset))
+
+
+def set_worker_info(info: Any) -> None:
+    """Make `get_worker_info` return this in this process."""
     # torch has no public way to set it: its own workers assign the same variable.
-    torch_worker._worker_info = torch_worker.WorkerInfo(
-        id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset
-    )
+    torch_worker._worker_info = info
+
+
+def make_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> Any:
+    """Return what `torch.utils.data.get_worker_info` returns in this worker."""
+    return torch_worker.WorkerInfo(id=worker_id, num_workers=num_workers, seed=seed, dataset=dataset)
 
 
 def reseeded_datapipe(dataset: Any, shared_seed: int | None) -> Any:

@@ -123,10 +123,10 @@ class StreamFetcher:
         try:
             return collate(data)
         except StopIteration as stop:  # a `for` loop would take it for the stream's end
-            note_stream_collation(stop, first, self.samples, self._maker.worker)
+            note_stream_collation(stop, first, self.samples, self._maker.stream)
             raise not_the_end(stop, "collate_fn") from stop
         except Exception as error:
-            note_stream_collation(error, first, self.samples, self._maker.worker)
+            note_stream_collation(error, first, self.samples, self._maker.stream)
             raise
 
     def _torch_samples(self, index: Any) -> Any:
@@ -140,7 +140,7 @@ class StreamFetcher:
             self.ended = self._auto_collation  # else the iterator is asked again
         except Exception as error:
             self.samples += len(data)
-            note_stream_sample(error, self.samples, self._maker.worker)
+            note_stream_sample(error, self.samples, self._maker.stream)
             raise
         self.samples += len(data)
         if not data or (self._drop_last and len(data) < len(index)):

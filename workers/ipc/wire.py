@@ -42,6 +42,9 @@ SPANS = 23
 """The spans of a task that asked for them (`unpack_task`); the task's answer follows. See `tracing/spans.py`."""
 MOST_SPAN_BYTES = 1 << 16
 """Bytes of a frame of spans, at most."""
+STREAM_ENDED = 24
+"""One of the streams that the worker serves ended at this task. Unlike after EXHAUSTED, the worker answers all other
+tasks, those of this stream by the same. With the pickled cursor."""
 COUNTS = 22
 """The figures of a worker that shares no memory with the main process: `Recorder.packed`."""
 LOG = 21
@@ -174,8 +177,8 @@ def unpack_started(body: bytes) -> tuple[int, bytes, bytes]:
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:
-    """Pack an answer without a batch: ERROR (the pickled error), EXHAUSTED (the pickled cursor), ALL_DROPPED (ditto);
-    or BAD_SAMPLES (the pickled records), which precedes an answer.
+    """Pack an answer without a batch: ERROR (the pickled error), EXHAUSTED and STREAM_ENDED (the pickled cursor),
+    ALL_DROPPED (ditto); or BAD_SAMPLES (the pickled records), which precedes an answer.
     """
     return pack(kind, _ANSWER_HEAD.pack(epoch, seq, busy) + payload)
 

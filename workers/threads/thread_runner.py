@@ -9,11 +9,12 @@ the number of threads is set for its thread alone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import thread_time
 from typing import Any
 
@@ -26,11 +27,12 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import count_samples
 from asyncloader.workers.memory.ring import WorkerRing
+from asyncloader.workers.stream_readers import Identify
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.threads.global_draws import GlobalDraws, Said
 from asyncloader.workers.threads.link import ThreadChannel
 from asyncloader.workers.threads.object_codec import ObjectCodec
-from asyncloader.workers.threads.worker_info import answering, install_thread_info
+from asyncloader.workers.threads.worker_info import answering, install_thread_info, make_thread_info, use_thread_info
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async
 
 _OPENMP = ("libgomp.so.1", "libomp.so.5", "libiomp5.so")
@@ -62,6 +64,15 @@ class ThreadTaskRunner(TaskRunner):
 
     def _install_info(self, setup: WorkerSetup, seed: int, dataset: Any) -> None:
         install_thread_info(self.worker_id, setup, seed, dataset)
+
+    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
+        infos = {stream: make_thread_info(stream, setup, dataset) for stream, dataset in datasets.items()}
+
+        def identify(stream: int) -> contextlib.AbstractContextManager[None]:
+            use_thread_info(infos[stream])
+            return contextlib.nullcontext()
+
+        return identify
 
     def _watched(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(self._draws.watched, fetch)

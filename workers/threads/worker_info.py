@@ -25,6 +25,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.process_hooks import in_forked_child
+from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.seeding import WORKERS_OWN, SampleRng, current_sample
 from asyncloader.workers.fetch.setup import WorkerSetup
 
@@ -97,12 +98,31 @@ def _rng_of(sample: SampleRng) -> ThreadRng:
     return ThreadRng(sample.key, sample.key >> 32)
 
 
-_here: ContextVar[_ThreadInfo | None] = ContextVar("asyncloader_thread_info", default=None)
+class _FixedInfo:
+    """What `get_worker_info` returns for one of several streams."""
+
+    def __init__(self, info: Any) -> None:
+        self._info = info
+
+    def now(self) -> Any:
+        return self._info
+
+
+_here: ContextVar[_ThreadInfo | _FixedInfo | None] = ContextVar("asyncloader_thread_info", default=None)
 
 
 def install_thread_info(worker_id: int, setup: WorkerSetup, seed: int, dataset: Any) -> None:
     """Make `get_worker_info` answer in this thread. Within `answering` only."""
-    held = _ThreadInfo(worker_id, setup, seed, dataset)
+    use_thread_info(_ThreadInfo(worker_id, setup, seed, dataset))
+
+
+def make_thread_info(worker_id: int, setup: WorkerSetup, dataset: Any) -> _ThreadInfo:
+    """Make the answer of `get_worker_info` for one of the streams that a thread serves: see `use_thread_info`."""
+    return _ThreadInfo(worker_id, setup, setup.base_seed + worker_id, dataset)
+
+
+def use_thread_info(held: _ThreadInfo) -> None:
+    """Make `get_worker_info` answer so in this thread. Within `answering` only."""
     _here.set(held)
     WORKERS_OWN.set(held.own.rng.torch_generator)
 
@@ -127,7 +147,8 @@ def _get_worker_info() -> Any:
     return info_here()
 
 
-_TORCHS = torch_worker.get_worker_info.__code__
+_FUNCTION: Any = torch_worker.get_worker_info
+_TORCHS = _FUNCTION.__code__
 
 
 class _Answering:
@@ -137,6 +158,21 @@ class _Answering:
         self.lock = threading.Lock()
         self.number = 0
 
+    def begin(self) -> None:
+        """There is one more."""
+        in_forked_child(_forget_all)
+        with self.lock:
+            self.number += 1
+            # Assigning it is one step for other threads: a call runs either code, and both are right for them.
+            _FUNCTION.__code__ = _get_worker_info.__code__
+
+    def end(self) -> None:
+        """There is one less."""
+        with self.lock:
+            self.number -= 1
+            if not self.number:
+                _FUNCTION.__code__ = _TORCHS
+
 
 _answering = _Answering()
 
@@ -144,23 +180,27 @@ _answering = _Answering()
 def _forget_all() -> None:
     """In a forked child, which has none of its parent's threads, but perhaps a lock that one of them holds."""
     _answering.__init__()  # type: ignore[misc]
-    torch_worker.get_worker_info.__code__ = _TORCHS
+    _FUNCTION.__code__ = _TORCHS
 
 
 @contextmanager
 def answering() -> Generator[None]:
     """Have `get_worker_info` answer by thread within this context, in all threads."""
-    function: Any = torch_worker.get_worker_info
-    in_forked_child(_forget_all)
-    with _answering.lock:
-        _answering.number += 1
-        # Assigning it is one step for other threads: a call runs either code, and both are right for them.
-        function.__code__ = _get_worker_info.__code__
+    _answering.begin()
     try:
         yield
     finally:
         _here.set(None)
-        with _answering.lock:
-            _answering.number -= 1
-            if not _answering.number:
-                function.__code__ = _TORCHS
+        _answering.end()
+
+
+@plain_context
+def answering_with(info: Any) -> Generator[None]:
+    """Have `get_worker_info` return this within this context, in this thread alone: without workers."""
+    token = _here.set(_FixedInfo(info))
+    _answering.begin()
+    try:
+        yield
+    finally:
+        _here.reset(token)
+        _answering.end()

@@ -13,6 +13,7 @@ from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.dataset_streams import count_streams
 
 
 def dataset_info_of(dataset: Any) -> DatasetInfo:
@@ -32,6 +33,11 @@ def dataset_info_of(dataset: Any) -> DatasetInfo:
             f"a service cannot read a {type(dataset).__name__}, whose order the loader computes from its parts: leave "
             "out workers=, so that workers of the trainer's machine read it"
         )
-    elif not iterable and length is None:
+    elif iterable:
+        try:
+            count_streams(dataset, elsewhere=True)
+        except Exception as error:  # that of the user's attribute, too
+            problem = f"{error}"
+    elif length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
     return DatasetInfo(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)

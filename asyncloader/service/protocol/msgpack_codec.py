@@ -106,6 +106,7 @@ class MsgpackCodec:
             and _is_count(start.errors)
             and _is_count(start.stream_key)
             and start.message == b""  # a loader's own workers would unpickle it
+            and start.streams == ()  # a service reads no dataset as several streams
         )
         if start.cursor is not None:
             if type(start.cursor) is not Cursor:

@@ -1,0 +1,111 @@
+"""Reads a dataset's streams without workers, in turn, and as if each were read in a worker of its own.
+
+Data path: sampler -> [inline_streams -> reader: fetch -> collate] -> inline -> the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from asyncloader.epoch.stream_turns import StreamTurns
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.plain_context import plain_context
+from asyncloader.workers.fetch.reader import DatasetReader
+from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.setup import WorkerSetup, make_worker_info, seed_cpu_generators
+from asyncloader.workers.fetch.worker_init import call_worker_init
+from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
+from asyncloader.workers.stream_readers import StreamReaders, copies
+from asyncloader.workers.threads.worker_info import answering_with
+
+
+class StreamsInTurn(StreamReaders):
+    """Reads all streams of a dataset, each time that whose turn it is.
+
+    Args:
+        dataset: the dataset, which stays as it is: each stream has a copy.
+        setup: the loader's options, with a single start that has those of all streams.
+        make: makes the reader of a stream, from its copy and its number.
+        first: the stream whose turn it is first.
+        ends: gets the final cursor of each stream that ends.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        setup: WorkerSetup,
+        make: Callable[[Any, int], DatasetReader],
+        first: int,
+        ends: dict[int, PackedCursor | None],
+    ) -> None:
+        (start,) = setup.starts
+        datasets = copies(dataset, range(len(start.streams)), first_is_own=False)
+        readers = {stream: make(each, stream) for stream, each in datasets.items()}
+        super().__init__(dataset, readers, _InlineIdentities(setup, datasets))
+        self._turns = StreamTurns(len(readers), first)
+        self._ends = ends
+        if setup.worker_init_fn is not None:
+            self.each(partial(_init, setup.worker_init_fn))
+        self.begin(start)
+
+    def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
+        """Return the next batch of the stream whose turn it is, whatever the index.
+
+        Raises:
+            EndOfData: all streams have ended.
+        """
+        del index
+        while (stream := self._turns.next()) is not None:
+            try:
+                return super().fetch(stream, records)
+            except EndOfData:
+                self._turns.end(stream)
+                self._ends[stream] = self.last_cursor()
+        raise EndOfData
+
+
+def _init(init: Callable[[int], Any], stream: int) -> None:
+    try:
+        call_worker_init(init, stream, awaits=False)
+    except StopIteration as stop:  # a `for` loop would take it for the end of an empty epoch
+        raise not_the_end(stop, "worker_init_fn") from stop
+
+
+class _InlineIdentities:
+    """Makes the training process that of a stream, for the time of a call: see `StreamIdentities`. Its generators, and
+    what `get_worker_info` returns in other threads, stay the user's.
+    """
+
+    def __init__(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> None:
+        self._base_seed = setup.base_seed
+        self._infos = {
+            stream: make_worker_info(stream, setup.num_workers, setup.base_seed + stream, dataset)
+            for stream, dataset in datasets.items()
+        }
+        self._keeps = setup.seeded is None
+        self._states: dict[int, RngState | None] = {}
+
+    def __call__(self, stream: int) -> AbstractContextManager[Any]:
+        # In seeded mode the reader keeps the user's generators itself, and seeds them for each sample.
+        if not self._keeps and stream in self._states:
+            return answering_with(self._infos[stream])
+        return self._exchanged(stream)
+
+    @plain_context
+    def _exchanged(self, stream: int) -> Generator[None]:
+        outside = rng_state()
+        try:
+            state = self._states.get(stream)
+            if state is None:
+                seed_cpu_generators(self._base_seed, stream)
+            else:
+                set_rng_state(state)
+            with answering_with(self._infos[stream]):
+                yield
+        finally:
+            self._states[stream] = rng_state() if self._keeps else None
+            set_rng_state(outside)
