@@ -17,6 +17,7 @@ import gc
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -253,6 +254,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--repeat", type=Path, help="repeat what failed, and write here what passes then")
     own, arguments = parser.parse_known_args(arguments)
     jobs, flaky = own.jobs, own.repeat
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background; tests and their programs need it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if jobs < 1 or any("::" in each for each in arguments):
         os.execv(sys.executable, [sys.executable, "-m", "pytest", *arguments])
     paths = [each for each in arguments if not each.startswith("-") and Path(each).exists()]

@@ -20,7 +20,7 @@ import sys
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-from tests import script_server
+from tests import early_fork, script_server
 from tests.pairwise import covering
 from tests.processes import helpers_of_multiprocessing, own_children
 
@@ -311,6 +311,13 @@ def pytest_runtest_makereport(
     if report.failed or report.skipped:
         item.stash[FAILED] = item.session.stash[FAILED] = True
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Let tests marked `spawns` start interpreters for spawned processes and fork servers, as programs do."""
+    with early_fork.interpreters() if item.get_closest_marker("spawns") else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True, scope="module")

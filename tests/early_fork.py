@@ -1,99 +1,139 @@
-"""Starts multiprocessing's fork server in a child that was forked early, which spares it a second of importing torch.
+"""Starts multiprocessing's spawned processes and fork servers as forks of a child that was forked early: this spares
+each the second of CPU time in which an interpreter imports torch.
 
-A fork server is a new interpreter that imports torch before it forks workers. In a process that has called `begin`, it
-is a child instead, which `begin` forked before the process did anything else. The child gets what an interpreter would
-get: arguments, standard streams, and the passed descriptors under their numbers. Only the imports are done already. A
-process whose surroundings have changed since `begin` (environment, folder, signals, limits) starts an interpreter, and
-so does one that needs a second fork server.
+A process that has called `begin` has this child, which it forked before it did anything else. The child forks what
+would be new interpreters, and they become children of the process itself. They get what an interpreter would get:
+arguments, standard streams, variables, folder, and the passed descriptors under their numbers. Only the imports are
+done already; multiprocessing does all the rest. A process whose surroundings have changed since `begin` (environment,
+signals, limits) starts an interpreter, and so does a test that is marked `spawns`.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import fcntl
 import json
 import os
 import resource
+import select
 import signal
 import socket
+import struct
 import sys
+import threading
 import types
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-CHANGING = "PYTEST_CURRENT_TEST"  # the only variable that differs between any two tests
+PROGRAMS = ("from multiprocessing.spawn import spawn_main", "from multiprocessing.forkserver import main")
+
+CHANGING = ("PYTEST_", "ASYNCLOADER_", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "XDG_RUNTIME_DIR")
+"""The first letters of variables that differ between tests. No import reads them."""
+
+PID = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; the command holds the paths of modules
 LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 
 _start_interpreter = util.spawnv_passfds
 _early: EarlyFork | None = None
 
 
 class EarlyFork:
-    """A child that waits until it is to run a program. It ends when this process ends first."""
+    """A child that forks processes for this process. It ends with this process."""
 
     def __init__(self) -> None:
         self.surroundings = _surroundings()
         self.owner = os.getpid()
+        self.rests = False
+        self._lock = threading.Lock()  # several threads start workers at a time
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.descriptor = ours.detach()  # a socket that is open at the interpreter's end causes a warning
         self.pid = os.fork()
         if self.pid == 0:
             os.close(self.descriptor)
             try:
-                _wait_and_run(theirs)
+                _serve(theirs)
             except BaseException as error:
                 sys.excepthook(type(error), error, error.__traceback__)
             finally:
                 os._exit(1)
         theirs.close()
 
-    def run(self, arguments: list[str], descriptors: list[int]) -> None:
-        """Let the child run `-c` with these arguments, with the standard streams and with copies of descriptors."""
-        request = json.dumps({"arguments": arguments, "numbers": descriptors, "test": os.environ.get(CHANGING)})
-        with socket.socket(fileno=self.descriptor) as connection:
-            socket.send_fds(connection, [request.encode()], [0, 1, 2, *descriptors])
+    def start(self, arguments: list[str], descriptors: list[int]) -> int:
+        """Start a child of this process that runs `-c` with these arguments, with the standard streams and with copies
+        of descriptors. Returns its pid.
+        """
+        asked = {"arguments": arguments, "numbers": descriptors, "variables": {**os.environ}, "folder": str(Path.cwd())}
+        with self._lock, _adopting():
+            connection = socket.socket(fileno=self.descriptor)
+            try:
+                socket.send_fds(connection, [json.dumps(asked).encode()], [0, 1, 2, *descriptors])
+                answer = connection.recv(PID.size)
+            finally:
+                connection.detach()
+        return int(PID.unpack(answer)[0])
 
 
 def begin() -> None:
-    """Fork the child that will be this process's fork server, if it needs one."""
-    global _early  # noqa: PLW0603 - the child of this process, as multiprocessing has one fork server for a process
-    early = EarlyFork()
-    _early = early
-    util.spawnv_passfds = _spawn
+    """Fork the child that will fork this process's spawned processes and its fork server."""
+    global _early  # noqa: PLW0603 - the child of this process, as multiprocessing has one `spawnv_passfds` for a process
+    if sys.platform.startswith("linux"):
+        early = EarlyFork()
+        _early = early
+        util.spawnv_passfds = _spawn
 
 
 def waiting() -> tuple[set[int], set[int]]:
-    """Return the pid of the child that waits, and the descriptor of the connection to it; nothing if none waits."""
+    """Return the pid of that child, and the descriptor of the connection to it; nothing without a child."""
     if _early is None or _early.owner != os.getpid():
         return set(), set()
     return {_early.pid}, {_early.descriptor}
 
 
+@contextmanager
+def interpreters() -> Iterator[None]:
+    """Let this process start interpreters for a while."""
+    early = _early
+    if early is not None:
+        early.rests = True
+    try:
+        yield
+    finally:
+        if early is not None:
+            early.rests = False
+
+
 def _spawn(path: Any, args: Any, passfds: Any) -> int:
     """Take the place of `multiprocessing.util.spawnv_passfds`."""
-    global _early  # noqa: PLW0603
     early = _early
     program = args[args.index("-c") + 1 :] if "-c" in args else [""]
     if (
         early is None
+        or early.rests
         or early.owner != os.getpid()
-        or "from multiprocessing.forkserver import main" not in program[0]
+        or not program[0].startswith(PROGRAMS)
+        or os.fsdecode(path) != sys.executable
         or early.surroundings != _surroundings()
     ):
         return int(_start_interpreter(path, args, passfds))
-    _early = None
-    early.run(program, [int(each) for each in passfds])
-    return early.pid
+    return early.start(program, sorted(map(int, passfds)))
+
+
+def read_by_imports(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that an import may read: those that are the same in all tests."""
+    return {name: value for name, value in variables.items() if not name.startswith(CHANGING)}
 
 
 def _surroundings() -> tuple[object, ...]:
-    """Return what an interpreter started now would take over from this process."""
+    """Return what an interpreter started now would take over from this process, and a fork of the child would not."""
     return (
-        {name: value for name, value in os.environ.items() if name != CHANGING},
-        Path.cwd(),
+        read_by_imports(os.environ),
         os.getpgrp(),
         os.getsid(0),
         os.getpriority(os.PRIO_PROCESS, 0),
@@ -106,16 +146,55 @@ def _surroundings() -> tuple[object, ...]:
     )
 
 
-def _wait_and_run(connection: socket.socket) -> None:
-    """Wait for a request, and run its program as `python -c` does. Returns if the other process ended first."""
-    request, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 64)
-    if not request:
-        return
-    asked = json.loads(request)
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Make this process the parent of descendants whose parent ends."""
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+# ------------------------------------------------------------------------------------------- in the child
+
+
+def _serve(connection: socket.socket) -> NoReturn:
+    """Fork a process for each request, until the process that asks has ended."""
+    owner = os.pidfd_open(os.getppid())  # a forked child of the owner may keep a copy of the connection
+    at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupts are meant for the others
+    while True:
+        if owner in select.select([connection, owner], [], [])[0]:
+            os._exit(0)
+        request, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 64)
+        if not request:
+            os._exit(0)
+        pids, pids_end = os.pipe()
+        adopted, adopted_end = os.pipe()
+        between = os.fork()
+        if between == 0:
+            os.close(adopted_end)
+            pid = os.fork()
+            if pid:
+                os.write(pids_end, PID.pack(pid))
+                os._exit(0)  # the owner adopts the other process
+            os.read(adopted, 1)
+            signal.signal(signal.SIGINT, at_interrupt)
+            connection.detach()
+            os._exit(_run(json.loads(request), received))
+        os.waitpid(between, 0)
+        connection.send(os.read(pids, PID.size))
+        for each in (pids, pids_end, adopted, adopted_end, *received):
+            os.close(each)
+
+
+def _run(asked: dict[str, Any], received: list[int]) -> int:
+    """Run the program as `python -c` does. Returns its exit code."""
     numbers = [0, 1, 2, *asked["numbers"]]
     # Out of the way first: a received descriptor may have a number that another one must get.
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, max(numbers) + 1) for each in received]
-    connection.detach()
     for each in map(int, [each.name for each in Path("/proc/self/fd").iterdir()]):
         if each not in moved:
             with suppress(OSError):  # the descriptor of that listing
@@ -123,8 +202,13 @@ def _wait_and_run(connection: socket.socket) -> None:
     for descriptor, number in zip(moved, numbers, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    if asked["test"] is not None:
-        os.environ[CHANGING] = asked["test"]
+    os.environ.clear()
+    os.environ.update(asked["variables"])
+    os.chdir(asked["folder"])
+    multiprocessing_process.ORIGINAL_DIR = asked["folder"]  # type: ignore[attr-defined]
+    for name, generator in (("numpy", "random"), ("torch", "default_generator")):
+        if name in sys.modules:  # they are seeded when they are imported
+            getattr(sys.modules[name], generator).seed()
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
@@ -132,7 +216,16 @@ def _wait_and_run(connection: socket.socket) -> None:
     source, *sys.argv[1:] = asked["arguments"]
     sys.argv[0] = "-c"
     sys.path.insert(0, "")
-    multiprocessing_process.ORIGINAL_DIR = str(Path.cwd())  # type: ignore[attr-defined]
-    with suppress(SystemExit):
+    code = 0
+    try:
         exec(compile(source, "<string>", "exec", dont_inherit=True), vars(main))
-    os._exit(0)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException as error:
+        outer = error.__traceback__  # this function's frame
+        sys.excepthook(type(error), error.with_traceback(outer and outer.tb_next), None)
+        code = 1
+    # Of an interpreter's end, multiprocessing has done the rest.
+    atexit._run_exitfuncs()
+    util._flush_std_streams()  # type: ignore[attr-defined]
+    return code

@@ -6,9 +6,9 @@ and an interpreter that exits in the normal way. Only the imports are done alrea
 interpreter's start or of its exit uses `subprocess`.
 
 Each set of interpreter options and environment variables has its own server, because both are read while modules are
-imported. A server has one thread, and ends with the process that it serves, even if a forked child of that process
-keeps a copy of the connection: with the process that started it, or with `python -m tests`, whose forks share their
-servers.
+imported (`early_fork.CHANGING` has the variables that are not). A server has one thread, and ends with the process that
+it serves, even if a forked child of that process keeps a copy of the connection: with the process that started it, or
+with `python -m tests`, whose forks share their servers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import gc
 import hashlib
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -35,7 +36,6 @@ from typing import Any, ClassVar
 
 ANSWER = struct.Struct("i")
 LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
-CHANGING = "PYTEST_CURRENT_TEST"  # the only variable that differs between any two tests
 
 SHARED = "ASYNCLOADER_SCRIPT_SERVERS"
 """The variable in which `python -m tests` names a folder for the sockets of its forks' servers, and its pid."""
@@ -53,16 +53,16 @@ class Forked(subprocess.Popen[str]):
     """
 
     def _execute_child(self, args: list[str], *rest: Any) -> None:
-        cwd, env = rest[4:6]
+        passed, cwd, env = rest[3:6]
+        cwd, env = cwd or Path.cwd(), os.environ if env is None else env
         pipes = rest[9:15]  # stdin, stdout, stderr: the end to read from, and the end to write to
         options, program = split(args[1:])
-        early = program[:3] == ["-m", "asyncloader", "serve"]
         self._answers, answers = os.pipe()
         standard = [given if given != -1 else own for own, given in enumerate((pipes[0], pipes[3], pipes[5]))]
-        request = json.dumps({"program": program, "cwd": os.fspath(cwd), "env": dict(env), "early": early}).encode()
+        request = json.dumps({"program": program, "cwd": os.fspath(cwd), "env": dict(env), "numbers": passed})
         try:
             server = Server.of(options, env)
-            socket.send_fds(server.connection, [request], [*standard, answers])
+            socket.send_fds(server.connection, [request.encode()], [*standard, answers, *passed])
         except BaseException:
             os.close(self._answers)
             raise
@@ -148,7 +148,11 @@ class Server:
     @classmethod
     def of(cls, options: Sequence[str], env: Mapping[str, str]) -> Server:
         """Return the server for these options and variables, which is started if necessary."""
-        kept = {name: value for name, value in env.items() if name != CHANGING}
+        from tests.early_fork import (
+            read_by_imports,
+        )  # only here: in the server this module is `__main__`, and `tests` unknown
+
+        kept = read_by_imports(env)
         key = (os.getpid(), tuple(options), *sorted(kept.items()))
         if key not in cls.running:
             cls.running[key] = cls(options, kept)
@@ -228,35 +232,41 @@ def serve(channel: socket.socket, owner: int) -> dict[str, Any]:
                 accepted = channel.accept()[0]
                 channels[accepted.fileno()] = accepted
                 continue
-            request, received, _, _ = socket.recv_fds(channels[number], LARGEST_REQUEST, 4)
+            request, received, _, _ = socket.recv_fds(channels[number], LARGEST_REQUEST, 64)
             if not request:
                 channels.pop(number).close()
                 continue
-            *standard, answers = received
+            standard, answers, passed = received[:3], received[3], received[4:]
             if (pid := os.fork()) == 0:
+                asked: dict[str, Any] = json.loads(request)
                 for copied, descriptor in enumerate(standard):
                     os.dup2(descriptor, copied)
                 held = [owner, *received, *channels, *children, *(each for _, each in children.values())]
                 for each in channels.values():
                     each.detach()
-                os.closerange(3, max(held) + 1)
+                numbers = asked.pop("numbers")
+                unused = max(*held, *numbers) + 1
+                moved = [fcntl.fcntl(each, fcntl.F_DUPFD, unused) for each in passed]
+                os.closerange(3, unused)
+                for descriptor, its_number in zip(moved, numbers, strict=True):
+                    os.dup2(descriptor, its_number)
+                    os.close(descriptor)
                 signal.signal(signal.SIGINT, at_interrupt)
-                return dict(json.loads(request))
+                return asked
             children[os.pidfd_open(pid)] = pid, answers
             os.write(answers, ANSWER.pack(pid))
-            for descriptor in standard:
+            for descriptor in (*standard, *passed):
                 os.close(descriptor)
     os._exit(0)
 
 
-def become(program: Sequence[str], cwd: str, env: Mapping[str, str], early: bool) -> None:
+def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
     """Run the program as `__main__` of this process.
 
     Args:
         program: a file, `-m` or `-c`, and its arguments.
         cwd: the program's folder.
         env: its environment variables.
-        early: whether it has a child that was forked early as its fork server.
 
     Raises:
         SystemExit: with 1, after an uncaught exception.
@@ -267,7 +277,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str], early: bool
     multiprocessing_process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     for generator in GENERATORS:
         generator()
-    if early:
+    if starts_interpreters(program):
         import_module("early_fork").begin()
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
@@ -300,6 +310,14 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str], early: bool
         outer = error.__traceback__  # this function's frame
         sys.excepthook(type(error), error.with_traceback(outer and outer.tb_next), None)
         sys.exit(1)
+
+
+def starts_interpreters(program: Sequence[str]) -> bool:
+    """Whether the program may have spawned processes or a fork server: it names them, a remote dataset, or a node."""
+    if program[0] == "-m":
+        return program[1:3] == ["asyncloader", "serve"] or program[1] == "asyncloader.service.placement.agent_node"
+    source = program[1].encode() if program[0] == "-c" else Path(program[0]).read_bytes()
+    return re.search(rb"spawn|forkserver|\bserve\b|Remote|Shards", source) is not None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A fork server that was forked early gives its workers what a fork server in a new interpreter gives them."""
+"""Spawned processes and fork servers that are forked early have what they have in new interpreters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,22 @@ from tests.helpers.running import PATIENCE_S, ROOT, environment
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the tests use it only on Linux")
 
 PROGRAM = """
-import json, multiprocessing, os, signal, sys
+import json, multiprocessing, os, signal, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import forkserver
+from pathlib import Path
 from tests import early_fork
 
+class Refused:
+    def __reduce__(self):
+        return int, ("no number",)
+
 def look(queue):
+    import atexit
     queue.put({
+        "new": "multiprocessing" in command(os.getpid()),
+        "parent": os.getppid() == multiprocessing.parent_process().pid,
         "arguments": sys.argv,
         "flags": [str(sys.flags), *sys.warnoptions],
         "variables": dict(os.environ),
@@ -28,35 +38,61 @@ def look(queue):
         "streams": [os.path.exists(f"/proc/self/fd/{each}") for each in (0, 1, 2)],
         "descriptors": len(os.listdir("/proc/self/fd")),
         "ignored": [int(each) for each in signal.valid_signals() if signal.getsignal(each) is signal.SIG_IGN],
+        "interrupt": str(signal.getsignal(signal.SIGINT)),
         "main": sys.modules["__main__"].__name__,
+        "threads": threading.active_count(),
     })
+    atexit.register(print, "at exit", file=sys.stderr)
     print("from the worker", file=sys.stderr)
+    sys.exit(7)
 
-def ask():
+def command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+def ask(context, method):
     queue = context.SimpleQueue()
     process = context.Process(target=look, args=(queue,))
     process.start()
     seen = queue.get()
     process.join()
-    return [forkserver._forkserver._forkserver_pid in waiting, seen]
+    new = seen.pop("new")
+    if method == "forkserver":
+        new = "multiprocessing" in command(forkserver._forkserver._forkserver_pid)
+    return [new, process.exitcode, seen]
 
 if __name__ == "__main__":
-    if "early" in sys.argv:
+    method, *how = sys.argv[1:]
+    if "early" in how:
         early_fork.begin()
-    waiting = early_fork.waiting()[0]
-    if "changed" in sys.argv:
+    if "changed" in how:
         os.environ["CHANGED"] = "yes"
+    os.chdir("/")
     os.environ["PYTEST_CURRENT_TEST"] = "the test"
-    context = multiprocessing.get_context("forkserver")
-    answers = [ask(), ask()]
-    forkserver._forkserver._stop()
-    answers.append(ask())
+    context = multiprocessing.get_context(method)
+    with ExitStack() as stack:
+        if "real" in how:
+            stack.enter_context(early_fork.interpreters())
+        answers = [ask(context, method)]
+        if method == "forkserver":
+            forkserver._forkserver._stop()
+        answers.append(ask(context, method))
+        if method == "spawn":  # errors before multiprocessing's own; processes at the same time
+            process = context.Process(target=print, args=(Refused(),))
+            process.start()
+            process.join()
+            print("refused", process.exitcode, file=sys.stderr)
+            with ThreadPoolExecutor(4) as threads:
+                processes = [context.Process(target=sys.exit, args=(number,)) for number in range(4)]
+                list(threads.map(lambda each: each.start(), processes))
+            for process in processes:
+                process.join()
+            answers.append([process.exitcode for process in processes])
     print(json.dumps(answers))
 """
 
 
-def run(script: Path, *arguments: str) -> list[list[Any]]:
-    """Two answers of the first fork server and one of the second: whether it was forked early, what a worker sees."""
+def run(script: Path, *arguments: str) -> tuple[list[bool], list[Any], str]:
+    """Return whether each process was a new interpreter, what it saw, and all that was written to stderr."""
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         env=environment(),
@@ -67,18 +103,24 @@ def run(script: Path, *arguments: str) -> list[list[Any]]:
         check=False,
         timeout=PATIENCE_S,
     )
-    assert (done.returncode, done.stderr) == (0, "from the worker\n" * 3)
-    answers: list[list[Any]] = json.loads(done.stdout)
-    for _, seen in answers:
+    assert done.returncode == 0, done.stderr
+    first, second, *rest = json.loads(done.stdout)
+    for _, _, seen in (first, second):
         seen["arguments"] = seen["arguments"][:1]
-    return answers
+    return [first[0], second[0]], [first[1:], second[1:], *rest], done.stderr
 
 
-def test_its_workers_see_what_others_see(tmp_path: Path) -> None:
-    """The second fork server of a process is an interpreter, and so is one of a process whose environment changed."""
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_they_see_what_others_see(method: str, tmp_path: Path) -> None:
+    """Their output, exit codes and errors are the same. If the environment has changed, or a test asks for it, they
+    are interpreters.
+    """
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
-    usual, early, changed = run(script), run(script, "early"), run(script, "early", "changed")
-    assert [used for used, _ in usual + early + changed] == [False] * 3 + [True, True, False] + [False] * 3
-    assert [seen for _, seen in early] == [seen for _, seen in usual]
-    assert all(seen["variables"]["CHANGED"] == "yes" for _, seen in changed)
+    new, usual, errors = run(script, method)
+    assert new == [True, True]
+    assert run(script, method, "early") == ([False, False], usual, errors)
+    assert run(script, method, "early", "real") == ([True, True], usual, errors)
+    new, changed, _ = run(script, method, "early", "changed")
+    assert new == [True, True]
+    assert all(seen["variables"]["CHANGED"] == "yes" for _, seen in changed[:2])

@@ -123,6 +123,22 @@ def test_it_is_waited_for_talked_to_and_killed(tmp_path: Path) -> None:
         )
 
 
+def test_descriptors_that_are_passed(tmp_path: Path) -> None:
+    """They have the numbers that the program's arguments name."""
+    ends = [os.pipe() for _ in range(4)]
+    try:
+        passed = [end for _, end in reversed(ends)]
+        program = "import os, sys; [os.write(int(each), each.encode()) for each in sys.argv[1:]]"
+        command = [sys.executable, "-c", program, *map(str, passed)]
+        with script_server.Forked(command, cwd=tmp_path, env=environment(), pass_fds=passed) as process:
+            assert process.wait(PATIENCE_S) == 0
+        assert [int(os.read(read, 10)) for read, _ in ends] == [end for _, end in ends]
+    finally:
+        for end in ends:
+            os.close(end[0])
+            os.close(end[1])
+
+
 OWNER = f"""
 import os, signal, sys
 sys.path.insert(0, {str(ROOT)!r})

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import script_server
+
 ROOT = Path(__file__).parent.parent
 GOOD = "def test_good(): pass\ndef test_other(): pass\n"
 SKIPPED = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n@pytest.mark.xfail\ndef test_x(): assert False\n"
@@ -40,7 +42,7 @@ def run(folder: Path, files: dict[str, str], *options: str) -> subprocess.Comple
     (folder / "pytest.ini").write_text("[pytest]\nasyncio_default_fixture_loop_scope = function\n")
     command = [sys.executable, "-m", "tests", *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False, timeout=100)
+    return script_server.run(command, cwd=folder, env=env, timeout=100)
 
 
 def test_what_passes(tmp_path: Path) -> None:
@@ -54,23 +56,23 @@ def test_what_passes(tmp_path: Path) -> None:
     assert run(tmp_path, {}, "-k", "nothing_of_this_name").returncode == pytest.ExitCode.NO_TESTS_COLLECTED
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "words", "passed"),
-    [
-        (BAD, "tests/test_it.py::test_bad", "assert 1 == 2", 4),
-        (BROKEN, "tests/test_it.py", "No module named 'nothing_of_this_name'", 2),
-        (CRASH, "tests/test_it.py::test_crash", "its process ended with exit code 3", 3),
-        (TEARDOWN, "tests/test_it.py::test_torn", "ValueError: torn", 3),
-    ],
-    ids=["assertion", "import", "crash", "teardown"],
-)
-def test_what_fails(text: str, name: str, words: str, passed: int, tmp_path: Path) -> None:
+FAILING = {
+    "assertion": (BAD, "::test_bad", "assert 1 == 2"),
+    "import": (BROKEN, "", "No module named 'nothing_of_this_name'"),
+    "crash": (CRASH, "::test_crash", "its process ended with exit code 3"),
+    "teardown": (TEARDOWN, "::test_torn", "ValueError: torn"),
+}
+
+
+def test_what_fails(tmp_path: Path) -> None:
     """It is named with its report, the other files are run, and the exit code is 1; a repetition does not help."""
-    ran = run(tmp_path, {"tests/test_a.py": GOOD, "tests/test_it.py": text}, "--repeat", "flaky.txt")
+    files = {f"tests/{kind}/test_it.py": text for kind, (text, _, _) in FAILING.items()}
+    ran = run(tmp_path, files | {f"tests/{kind}/test_a.py": GOOD for kind in FAILING}, "--repeat", "flaky.txt")
     assert ran.returncode == 1
-    assert f"\nFAILED {name}\n" in ran.stdout, ran.stdout
-    assert words in ran.stdout
-    assert f"1 failed, {passed} passed in " in ran.stdout, ran.stdout
+    for kind, (_, name, words) in FAILING.items():
+        assert f"\nFAILED tests/{kind}/test_it.py{name}\n" in ran.stdout, ran.stdout
+        assert words in ran.stdout
+    assert "4 failed, 12 passed in " in ran.stdout, ran.stdout
     assert not (tmp_path / "flaky.txt").exists()
 
 

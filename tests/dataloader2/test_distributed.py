@@ -97,7 +97,7 @@ def _with_workers(rank: int) -> Any:
         numbers(24).sharding_filter().sharding_round_robin_dispatch(MP),
         numbers(24).shuffle().sharding_round_robin_dispatch(MP).sharding_filter(),
     ):
-        service = SequentialReadingService(DistributedReadingService(60), MultiProcessingReadingService(2))
+        service = SequentialReadingService(DistributedReadingService(60), MultiProcessingReadingService(2, "fork"))
         with DataLoader2[int](graph, reading_service=service) as loader:
             iterator = iter(loader)
             for _ in range(5):

@@ -118,9 +118,3 @@ def _arrive(here: str) -> NeverArrives:
     Path(here).joinpath(str(os.getpid())).touch()
     _pause()
     return NeverArrives(Path(here))
-
-
-def is_worker(pid: int) -> bool:
-    """Whether the process is a spawned worker, and not the fork server."""
-    command = Path(f"/proc/{pid}/cmdline").read_text()
-    return "spawn_main" in command and "forkserver" not in command

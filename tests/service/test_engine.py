@@ -6,11 +6,13 @@ The engine here starts its nodes on this machine, with the class that a cluster'
 from __future__ import annotations
 
 import secrets
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,9 +22,11 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader
 from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.placement import agent
 from asyncloader.service.placement.agent import AgentNode, AgentSetup
 from asyncloader.service.placement.engine import Credentials, EngineNode
 from asyncloader.service.placement.scaling import Load
+from tests import script_server
 from tests.helpers.comparing import assert_same
 from tests.service import definitions
 
@@ -104,6 +108,13 @@ def engine() -> Iterator[LocalEngine]:
     with_two.close()
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork nodes from a process that has imported torch; without this fixture they are new interpreters."""
+    names = {"Popen": script_server.Forked, "TimeoutExpired": subprocess.TimeoutExpired}
+    monkeypatch.setattr(agent, "subprocess", SimpleNamespace(**names))
+
+
 class Noise(Dataset[Any]):
     """Indices and random numbers."""
 
@@ -160,6 +171,7 @@ def test_any_dataset_and_functions_travel(engine: LocalEngine) -> None:
     assert engine.loaders == 0
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 def test_nodes_that_come_and_go(unix: bool) -> None:
     """A node that joins in mid-epoch takes its part of the workers from the others, and a node that dies leaves its
@@ -186,6 +198,7 @@ def test_nodes_that_come_and_go(unix: bool) -> None:
         engine.close()
 
 
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
 def test_a_node_that_is_not_needed(unix: bool) -> None:
     """It sends its loaders elsewhere, and reports its processes' work: the batches are those of an undisturbed run."""
@@ -206,7 +219,7 @@ def test_a_node_that_is_not_needed(unix: bool) -> None:
         engine.close()
 
 
-def test_a_loader_that_is_dropped_has_left(engine: LocalEngine) -> None:
+def test_a_loader_that_is_dropped_has_left(forked: None, engine: LocalEngine) -> None:
     """Closing or dropping it takes it off the engine's count, once."""
     loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
     assert engine.loaders == 0  # nothing has needed the dataset yet
@@ -223,7 +236,7 @@ def test_a_loader_that_is_dropped_has_left(engine: LocalEngine) -> None:
     assert engine.loaders == 0
 
 
-def test_what_cannot_be_pickled_is_an_error_at_once(engine: LocalEngine) -> None:
+def test_what_cannot_be_pickled_is_an_error_at_once(forked: None, engine: LocalEngine) -> None:
     """The error is raised before anything is sent."""
 
     class Locked(Noise):

@@ -18,6 +18,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
+from tests import script_server
 from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
 from tests.service import definitions
 from tests.service.serving import MODULE, serving
@@ -105,13 +106,8 @@ sys.stdin.read()
         with pytest.raises(urllib.error.HTTPError, match="404"):
             urllib.request.urlopen(f"{metrics}/other", timeout=PATIENCE_S)
         for address in (node.tcp, node.unix):
-            with subprocess.Popen(
-                [sys.executable, "-c", program, address],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=environment() | {"PYTHONPATH": str(ROOT)},
+            with script_server.start(
+                [sys.executable, "-c", program, address], stdin=subprocess.PIPE, cwd=ROOT, env=environment()
             ) as loader:
                 assert loader.stdout is not None
                 assert loader.stdout.readline() == "reading\n"
@@ -139,9 +135,7 @@ def test_options_from_environment_and_file(tmp_path: Path) -> None:
         ({"ASYNCLOADER_LISTEN": f"unix:{tmp_path}/b"}, ["--arg", "n=8"], f"unix:{tmp_path}/b", 8),
     ]:
         command = [sys.executable, "-m", "asyncloader", "serve", "--config", str(config), *flags]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment() | variables
-        ) as node:
+        with script_server.start(command, cwd=ROOT, env=environment() | variables) as node:
             assert node.stdout is not None
             said = json.loads(node.stdout.readline())
             assert said["listening"] == listening

@@ -22,8 +22,8 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from asyncloader.workers import shutdown
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S, Deaths, run_async
-from tests.helpers.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck, is_worker
-from tests.processes import children_of
+from tests.helpers.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck
+from tests.processes import own_children
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -151,6 +151,7 @@ def test_dropped_with_stuck_workers(how: str, kind: str) -> None:
 # ------------------------------------------------------------------------------------------- start-up
 
 
+@pytest.mark.spawns
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_close_at_once(kind: str, method: str) -> None:
@@ -175,7 +176,7 @@ def test_close_at_once(kind: str, method: str) -> None:
             next(batches)
     else:
         run_async(run())
-    assert not [pid for pid in children_of(os.getpid()) if is_worker(pid)]
+    assert not own_children()
 
 
 @pytest.mark.chaos

@@ -11,8 +11,7 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, run_async
-from tests.helpers.stuck import is_worker
-from tests.processes import children_of
+from tests.processes import own_children
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -42,7 +41,7 @@ def test_close_while_workers_are_replaced(kind: str, method: str) -> None:
         "max_worker_restarts": 1000,
         "multiprocessing_context": method,
     }
-    before = set(children_of(os.getpid()))
+    before = set(own_children())
 
     def take(count: int) -> list[float]:
         with DataLoader[Any](Mortal(40), **options) as loader:
@@ -61,5 +60,4 @@ def test_close_while_workers_are_replaced(kind: str, method: str) -> None:
     for count in counts:
         got = take(count) if kind == "sync" else run_async(take_async(count))
         assert got == [100.0 * i for i in range(count)]
-        left = set(children_of(os.getpid())) - before
-        assert not [pid for pid in left if method == "fork" or is_worker(pid)]
+        assert set(own_children()) <= before

@@ -101,12 +101,12 @@ with make(persistent_workers=True) as loader:
         check(list(loader))
 """
 READ_ASYNC = """
-async with make(AsyncDataLoader) as loader:
+async with make(AsyncDataLoader, num_workers=1) as loader:
     check([batch async for batch in loader])
 """
 RAISE = """
 try:
-    list(make(rows=[100, 0]))
+    list(make(rows=[100, 0], num_workers=1))
     raise AssertionError("no error")
 except Refused as error:
     assert "100" in str(error)
@@ -121,7 +121,7 @@ class Numbers(Dataset):
         return Numbers.Sample(row.number * SCALE * 3)
 class Batch(Batch):
     pass
-with make() as loader:
+with make(num_workers=1) as loader:
     check(list(loader), scale=30)
 """
 INTERRUPT = """
@@ -146,13 +146,16 @@ assert multiprocessing.active_children() == []
 
 @pytest.mark.thorough
 @pytest.mark.network
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_what_cells_define_goes_to_workers_and_comes_back_as_itself(method: str, tmp_path: Path) -> None:
+def test_what_cells_define_goes_to_workers_and_comes_back_as_itself(tmp_path: Path) -> None:
     """Dataset, collate function, indices, batches and exceptions keep their classes; a cell that is run again takes
     effect; an interrupt ends the workers.
     """
-    cells = [DEFINITIONS, f"METHOD = {method!r}\n{CHECKS}", READ, READ_ASYNC, RAISE, REDEFINE, INTERRUPT, "make()"]
-    outputs: list[Any] = run_cells(tmp_path, *cells)
+    cells = [
+        cell
+        for method in ("fork", "spawn", "forkserver")
+        for cell in (DEFINITIONS, f"METHOD = {method!r}\n{CHECKS}", READ, READ_ASYNC, RAISE, REDEFINE, INTERRUPT)
+    ]
+    outputs: list[Any] = run_cells(tmp_path, *cells, "make()")
     assert not any(outputs[:-1]), outputs
     (shown,) = outputs[-1]
     assert "<table" in shown["data"]["text/html"]
