@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote demo-service test test-all test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs clean
+.PHONY: help demo demo-remote demo-service test test-all test-rare test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -43,6 +43,9 @@ test: $(VENV)/.stamp-test ## run the tests, each with every value of its paramet
 
 test-all: $(VENV)/.stamp-test ## run them with every pair of values, each on both loops, with all that is drawn, and the thorough ones
 	$(PYTEST) --all $(ARGS)
+
+test-rare: $(VENV)/.stamp-test ## run the tests that test-all leaves out: those marked slow or chaos, which take minutes
+	$(PYTEST) --all -m 'slow or chaos' $(ARGS)
 
 test-integrations: $(VENV)/.stamp-test-integrations ## run the tests with more frameworks that hold a loader (1 GB)
 	$(BIN)/python -m pytest -m clients tests/clients/frameworks $(ARGS)

@@ -275,7 +275,7 @@ def test_a_fork_where_nothing_is_in_hand(kind: str, when: str) -> None:
     forks("after close")
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_fork_while_a_worker_is_replaced(kind: str) -> None:
     """A worker is killed, and before another takes its place the trainer forks; the child deletes its copies: the epoch

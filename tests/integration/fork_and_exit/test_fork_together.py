@@ -240,7 +240,7 @@ HELD = {
 }
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", HELD)
 def test_workers_end_with_the_parent_although_its_child_lives(name: str, tmp_path: Path) -> None:
     """A trainer is killed by SIGKILL while a child holds copies of all its open descriptors: our workers end."""

@@ -232,35 +232,7 @@ def test_ctrl_c(name: str, tmp_path: Path) -> None:
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
 
 
-KILLED = {
-    "fork": 'DataLoader(Slow(), num_workers=2, multiprocessing_context="fork")',
-    "spawn": 'DataLoader(Slow(), num_workers=2, multiprocessing_context="spawn")',
-    "forkserver": 'DataLoader(Slow(), num_workers=2, multiprocessing_context="forkserver")',
-}
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("method", KILLED)
-def test_kill_9_of_the_main_process(method: str, tmp_path: Path) -> None:
-    """The workers exit at once, although they are in the middle of a fetch that never ends."""
-    body = f"""
-        if __name__ == "__main__":
-            batches = iter({KILLED[method]})
-            for _ in range(4):
-                next(batches)
-            print(*[worker.pid for worker in batches._workers], flush=True)
-            signal.pause()
-    """
-    with start_script(tmp_path, script(body), fresh=True) as running:
-        workers = [int(pid) for pid in running.line().split()]
-        assert len(workers) == 2
-        with Deaths(workers) as deaths:
-            running.process.kill()
-            running.finish()
-            deaths.wait()
-
-
-@pytest.mark.chaos
+@pytest.mark.thorough
 def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
     """Workers that wait in their own event loop exit, too."""
     body = """
@@ -276,7 +248,7 @@ def test_kill_9_with_an_async_dataset(tmp_path: Path) -> None:
             await anext(batches)
         asyncio.run(main())
     """
-    with start_script(tmp_path, script(body), fresh=True) as running:
+    with start_script(tmp_path, script(body)) as running:
         assert running.line() == "ready"
         with Deaths(children_of(running.process.pid)) as deaths:
             assert len(deaths.fds) == 2
@@ -294,7 +266,7 @@ def test_sigterm_of_the_main_process(tmp_path: Path) -> None:
         print("ready", flush=True)
         signal.pause()
     """
-    with start_script(tmp_path, script(body), fresh=True) as running:
+    with start_script(tmp_path, script(body)) as running:
         running.line()
         with Deaths(children_of(running.process.pid)) as deaths:
             running.process.terminate()

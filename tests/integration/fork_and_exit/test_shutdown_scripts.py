@@ -19,8 +19,6 @@ import pytest
 from tests.helpers.running import PATIENCE_S, Deaths, start_script
 from tests.helpers.stuck import STUCK
 
-pytestmark = pytest.mark.chaos
-
 HEAD = """
 import asyncio, os, select, signal, sys, threading
 import torch
@@ -147,10 +145,10 @@ class Program:
 
 
 @contextlib.contextmanager
-def program(folder: Path, source: str, workers: int = 2) -> Generator[Program]:
-    """Run a script; at the end, whatever happened, neither it nor its workers are alive."""
-    with start_script(folder, source, fresh=True) as running:
-        found = Program(running, workers)
+def program(folder: Path, source: str, *, fresh: bool = False) -> Generator[Program]:
+    """Run a script with two workers; at the end, whatever happened, neither it nor its workers are alive."""
+    with start_script(folder, source, fresh=fresh) as running:
+        found = Program(running, 2)
         try:
             yield found
         finally:
@@ -175,11 +173,12 @@ def assert_interrupted(kind: str, code: int, errors: str) -> None:
     assert errors.rstrip().endswith("KeyboardInterrupt"), errors
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("how", ["deaf to SIGTERM", "in C with the GIL, deaf to SIGTERM", "stopped"])
 @pytest.mark.parametrize("kind", NEXT)
 def test_ctrl_c_in_next(kind: str, how: str, tmp_path: Path) -> None:
     """The workers end, although they are stuck, before the program does."""
-    with program(tmp_path, script(NEXT[kind], how)) as found, Deaths(found.workers) as deaths:
+    with program(tmp_path, script(NEXT[kind], how), fresh=True) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, signal.SIGINT)
         code, errors = found.ends()
         assert deaths.ended()
@@ -195,11 +194,12 @@ STARTING = {
 STARTS = [("worker_init_fn", "fork"), ("worker_init_fn", "spawn"), ("the dataset's arrival", "spawn")]
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize(("what", "method"), STARTS)
 def test_ctrl_c_during_start_up(what: str, method: str, tmp_path: Path) -> None:
     """Ctrl-C while workers are in the user's start-up code ends them before the program, too."""
     source = script(STARTING[what], "in C with the GIL, deaf to SIGTERM", method)
-    with program(tmp_path, source) as found, Deaths(found.workers) as deaths:
+    with program(tmp_path, source, fresh=True) as found, Deaths(found.workers) as deaths:
         os.kill(found.pid, signal.SIGINT)
         code, errors = found.ends()
         assert deaths.ended()
@@ -221,10 +221,11 @@ CLOSING = """
 """
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("end", ["loader.close()", "del batches, loader", "sys.exit(0)"])
 def test_ctrl_c_while_the_workers_are_ended(end: str, tmp_path: Path) -> None:
     """Ctrl-C during `close`, a finalizer or the exit hooks: at most one traceback, and the workers end."""
-    with program(tmp_path, script(CLOSING.format(end=end), "")) as found, Deaths(found.workers) as deaths:
+    with program(tmp_path, script(CLOSING.format(end=end), ""), fresh=True) as found, Deaths(found.workers) as deaths:
         found.go_on()
         found.line("asked")
         os.kill(found.pid, signal.SIGINT)
@@ -236,9 +237,13 @@ def test_ctrl_c_while_the_workers_are_ended(end: str, tmp_path: Path) -> None:
         assert_interrupted("sync", code, errors)
 
 
+@pytest.mark.chaos
 def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
     """Five interrupts in a row: the workers end, and the exit code is that of an interrupt."""
-    with program(tmp_path, script(CLOSING.format(end="loader.close()"), "")) as found, Deaths(found.workers) as deaths:
+    with (
+        program(tmp_path, script(CLOSING.format(end="loader.close()"), ""), fresh=True) as found,
+        Deaths(found.workers) as deaths,
+    ):
         found.go_on()
         found.line("asked")
         for _ in range(5):
@@ -252,11 +257,12 @@ def test_ctrl_c_again_and_again(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- exits
 
 
+@pytest.mark.chaos
 @pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
 @pytest.mark.parametrize("name", EXITS)
 def test_exit_with_stuck_workers(name: str, how: str, tmp_path: Path) -> None:
     """The program exits with code 0 and without output; its workers end before it does."""
-    with program(tmp_path, script(EXITS[name], how)) as found, Deaths(found.workers) as deaths:
+    with program(tmp_path, script(EXITS[name], how), fresh=True) as found, Deaths(found.workers) as deaths:
         found.go_on()
         code, errors = found.ends()
         assert deaths.ended()
@@ -266,6 +272,7 @@ def test_exit_with_stuck_workers(name: str, how: str, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------- the program is killed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("how", [how for how in STUCK if how != GRANDCHILD])
 def test_the_program_is_killed(how: str, number: int, tmp_path: Path) -> None:
@@ -277,6 +284,7 @@ def test_the_program_is_killed(how: str, number: int, tmp_path: Path) -> None:
     assert (code, errors) == (-number, "")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", NEXT)
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_the_program_is_killed_whatever_the_start_method(method: str, kind: str, tmp_path: Path) -> None:
@@ -288,6 +296,7 @@ def test_the_program_is_killed_whatever_the_start_method(method: str, kind: str,
         assert found.ends()[0] == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("what", "method"), STARTS)
 def test_the_program_is_killed_during_start_up(what: str, method: str, tmp_path: Path) -> None:
     """Workers that are stuck in the user's start-up code end, too."""
@@ -298,6 +307,7 @@ def test_the_program_is_killed_during_start_up(what: str, method: str, tmp_path:
         assert found.ends()[0] == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 def test_the_program_is_killed_while_it_closes(tmp_path: Path) -> None:
     """SIGKILL in the middle of `close`: the workers that `close` had not ended yet end, too."""
     with program(tmp_path, script(CLOSING.format(end="loader.close()"), "")) as found, Deaths(found.workers) as deaths:
@@ -308,6 +318,7 @@ def test_the_program_is_killed_while_it_closes(tmp_path: Path) -> None:
         assert found.ends()[0] == -signal.SIGKILL
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_the_program_is_killed_and_a_grandchild_holds_everything(number: int, tmp_path: Path) -> None:
     """A grandchild with copies of all descriptors keeps no worker alive."""

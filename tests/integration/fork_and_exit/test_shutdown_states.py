@@ -70,7 +70,7 @@ def joined(thread: threading.Thread) -> bool:
 # ------------------------------------------------------------------------------------------- stuck workers
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("how", STUCK)
 def test_close_with_stuck_workers(how: str, workers: int, capfd: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_close_with_stuck_workers(how: str, workers: int, capfd: pytest.CaptureF
             next(batches)
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["in C with the GIL, deaf to SIGTERM", "stopped", GRANDCHILD])
 @pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
 def test_aclose_with_stuck_workers(how: str, kind: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,7 +118,7 @@ def test_aclose_with_stuck_workers(how: str, kind: str, capfd: pytest.CaptureFix
     assert turns > 1
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_dropped_with_stuck_workers(how: str, kind: str) -> None:
@@ -179,7 +179,7 @@ def test_close_at_once(kind: str, method: str) -> None:
     assert not own_children()
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
@@ -213,7 +213,7 @@ def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
                 next(batches)
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_close_while_the_dataset_arrives(method: str, tmp_path: Path) -> None:
     """A dataset whose unpickling does not end does not delay `close`."""

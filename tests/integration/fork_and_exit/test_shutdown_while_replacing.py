@@ -30,7 +30,7 @@ class Mortal(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.chaos
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 @pytest.mark.parametrize("kind", BOTH)
 def test_close_while_workers_are_replaced(kind: str, method: str) -> None:

@@ -138,7 +138,6 @@ def test_persistent_workers_and_two_traces(tmp_path: Path) -> None:
     assert second.spans[second.tracks[1], "tasks"]["fetch"] == 10
 
 
-@pytest.mark.chaos
 def test_a_worker_that_dies(tmp_path: Path) -> None:
     """Its death and its replacement are events of its tracks, and each batch has one way nevertheless."""
     dataset = DiesOnce(40, tmp_path / "died")
