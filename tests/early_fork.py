@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
 from multiprocessing import process as multiprocessing_process
 from multiprocessing import util
@@ -97,7 +97,7 @@ def waiting() -> tuple[set[int], set[int]]:
 
 
 @contextmanager
-def interpreters() -> Iterator[None]:
+def interpreters() -> Generator[None]:
     """Let this process start interpreters for a while."""
     early = _early
     if early is not None:
@@ -147,7 +147,7 @@ def _surroundings() -> tuple[object, ...]:
 
 
 @contextmanager
-def _adopting() -> Iterator[None]:
+def _adopting() -> Generator[None]:
     """Make this process the parent of descendants whose parent ends."""
     prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
@@ -166,7 +166,7 @@ def _serve(connection: socket.socket) -> NoReturn:
     owner = os.pidfd_open(os.getppid())  # a forked child of the owner may keep a copy of the connection
     at_interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's interrupts are meant for the others
     while True:
-        if owner in select.select([connection, owner], [], [])[0]:
+        if owner in select.select([connection.fileno(), owner], [], [])[0]:
             os._exit(0)
         request, received, _, _ = socket.recv_fds(connection, LARGEST_REQUEST, 64)
         if not request:

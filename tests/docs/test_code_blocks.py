@@ -113,12 +113,18 @@ def page_id(page: Path) -> str:
 
 RUN = [page for page in PAGES if program(page.read_text()).strip()]
 FRAMEWORKS = ["accelerate", "av", "lightning", "opentelemetry", "prometheus_client", "ray"]
+NO_OTHER_WORKERS = {
+    "find-out-why-training-waits",  # the verdict that it finds may be the start of a fork server
+    "move-workers-off-the-trainer",  # a node's processes come from a fork server in any event
+    "several-ranks-on-one-host",  # is a part of another program
+    "train-from-a-bucket",  # a remote dataset's workers come from a fork server in any event
+    "verify-your-pipeline",  # loaders are made in interpreters that do not run the page
+}
 WITH_WORKERS = [
     page
     for page in RUN
     if re.search(r"num_workers|MultiProcessingReadingService\(", program(page.read_text(), FRAMEWORKS))
-    # The first is a part of another program; the verdict that the second finds may be the start of a fork server.
-    and page.stem not in ("several-ranks-on-one-host", "find-out-why-training-waits")
+    and page.stem not in NO_OTHER_WORKERS
 ]
 SLOW = {
     "feed-a-gpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import select
 import subprocess
 import sys
@@ -234,6 +235,11 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ucx, "PYTHONPATH": path, "PYTHONWARNINGS": warnings, "OMP_NUM_THREADS": "1"}
 
 
+def without_slow_start(errors: str) -> str:
+    """Return a program's errors without the log's line on a slow start, which a busy machine causes."""
+    return re.sub(r"^the first batch came after .*\n", "", errors, flags=re.MULTILINE)
+
+
 def script_file(folder: Path, source: str) -> Path:
     """Write a script to a file, which spawned workers can import."""
     path = folder / "script.py"
@@ -245,10 +251,13 @@ def run_script(folder: Path, source: str, *, fresh: bool = False) -> subprocess.
     """Run a script to its end, in a fresh interpreter or in a process that has torch imported."""
     command, env = [sys.executable, str(script_file(folder, source))], environment()
     if fresh:
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=env, cwd=folder
+        done = subprocess.run(  # a busy machine imports torch for seconds, once for each process
+            command, capture_output=True, text=True, check=False, timeout=3 * PATIENCE_S, env=env, cwd=folder
         )
-    return script_server.run(command, timeout=PATIENCE_S, env=env, cwd=folder)
+    else:
+        done = script_server.run(command, timeout=PATIENCE_S, env=env, cwd=folder)
+    done.stderr = without_slow_start(done.stderr)
+    return done
 
 
 def start_script(folder: Path, source: str, *, fresh: bool = False) -> closing[Script]:
@@ -272,7 +281,8 @@ class Script:
 
     def finish(self) -> tuple[str, str]:
         """Wait for the script's end, and for that of all processes that hold its pipes. Returns its output."""
-        return self.process.communicate(timeout=PATIENCE_S)
+        output, errors = self.process.communicate(timeout=PATIENCE_S)
+        return output, without_slow_start(errors)
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.running import PATIENCE_S, environment
+from tests.helpers.running import PATIENCE_S, environment, without_slow_start
 
 pytest.importorskip("cloudpickle")
 
@@ -208,4 +208,4 @@ def test_each_class_is_sent_to_a_worker_once(tmp_path: Path) -> None:
         command, input=STREAMED, capture_output=True, text=True, check=False, timeout=3 * PATIENCE_S, env=environment()
     )
     assert ran.returncode == 0, ran.stderr
-    assert not ran.stderr
+    assert not without_slow_start(ran.stderr)
