@@ -25,8 +25,8 @@ import threading
 import types
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, util
 from multiprocessing import process as multiprocessing_process
-from multiprocessing import util
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -98,8 +98,10 @@ def waiting() -> tuple[set[int], set[int]]:
 
 @contextmanager
 def interpreters() -> Generator[None]:
-    """Let this process start interpreters for a while."""
+    """Let this process start interpreters for a while, and end the fork server that it starts meanwhile."""
     early = _early
+    server: Any = forkserver._forkserver
+    before = server._forkserver_pid
     if early is not None:
         early.rests = True
     try:
@@ -107,6 +109,8 @@ def interpreters() -> Generator[None]:
     finally:
         if early is not None:
             early.rests = False
+            if server._forkserver_pid not in (before, None):
+                server._stop()
 
 
 def _spawn(path: Any, args: Any, passfds: Any) -> int:
