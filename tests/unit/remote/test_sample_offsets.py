@@ -50,7 +50,7 @@ class Metered(MemoryTransport):
         return len(self._objects[path])
 
     def names(self, ending: str) -> list[str]:
-        return [name for name in self._objects if name.endswith(ending)]
+        return sorted(name for name in self._objects if name.endswith(ending))  # shards are uploaded side by side
 
 
 def sample(ending: str, number: int) -> dict[str, Any]:
