@@ -16,11 +16,15 @@ each also with ``.gz`` or ``.zst`` appended, and ``.tgz``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from asyncloader.formats.base import (
     MAX_SAMPLE_BYTES,
     Located,
+    LocatedSamples,
     OnBad,
     Sample,
     ShardError,
@@ -29,17 +33,21 @@ from asyncloader.formats.base import (
     base_name,
 )
 from asyncloader.formats.compressed import CompressedReader, Compression, decoder
+from asyncloader.formats.indexed import IndexedReader
 from asyncloader.formats.jsonl import JsonlReader, cut_lines
 from asyncloader.formats.mds import MdsReader, MdsShard, parse_mds_index
 from asyncloader.formats.push_parser import Reader
 from asyncloader.formats.tar import TarReader
 from asyncloader.formats.tfrecord import TFRecordReader, parse_example
+from asyncloader.formats.whole_sample import read_whole
 
 __all__ = [
     "MAX_SAMPLE_BYTES",
     "CompressedReader",
+    "IndexedReader",
     "JsonlReader",
     "Located",
+    "LocatedSamples",
     "MdsReader",
     "MdsShard",
     "OnBad",
@@ -52,6 +60,7 @@ __all__ = [
     "TarReader",
     "cut_lines",
     "cut_shard",
+    "open_indexed_reader",
     "open_reader",
     "parse_example",
     "parse_mds_index",
@@ -148,6 +157,37 @@ def open_reader(
         raise ValueError(f"format {name!r} is unknown; the formats are {', '.join((*SIMPLE, 'jsonl', 'mds'))}")
     reader.narrow(skip, most)
     return reader if compression is None else CompressedReader(url, reader, decoder(compression))
+
+
+def open_indexed_reader(
+    url: str,
+    format: ShardFormat,
+    edges: npt.NDArray[np.int64],
+    *,
+    last: bool,
+    max_sample_bytes: int = MAX_SAMPLE_BYTES,
+    on_bad: OnBad | None = None,
+    shard: MdsShard | None = None,
+) -> IndexedReader:
+    """Make the reader of samples whose offsets are known, of a shard that is not compressed.
+
+    Args:
+        url: the shard's.
+        format: its format.
+        edges: where the samples begin and, last, where they end; at least one sample.
+        last: whether they are the last of the shard.
+        max_sample_bytes: as of `open_reader`.
+        on_bad: called with each bad sample that can be skipped. None: the first bad sample is raised.
+        shard: the index's entry of an MDS shard.
+    """
+
+    def open_rest(start: int, samples: int) -> ShardReader:
+        part = ShardRange(start, None if last else int(edges[-1]), sync=False)
+        limits: Any = {"max_sample_bytes": max_sample_bytes, "on_bad": on_bad}
+        return open_reader(url, format, part=part, shard=shard, most=samples, **limits)
+
+    read = read_whole(url, format.name, shard)
+    return IndexedReader(read, edges, open_rest, last=last, max_sample_bytes=max_sample_bytes)
 
 
 SIMPLE: dict[str, Callable[..., Reader]] = {"tar": TarReader, "tfrecord": TFRecordReader}

@@ -36,13 +36,23 @@ same error on every further call.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, overload
 from urllib.parse import urlsplit
 
 from asyncloader.errors import ShardError
 
-__all__ = ["MAX_SAMPLE_BYTES", "Located", "OnBad", "Sample", "ShardError", "ShardRange", "ShardReader", "base_name"]
+__all__ = [
+    "MAX_SAMPLE_BYTES",
+    "Located",
+    "LocatedSamples",
+    "OnBad",
+    "Sample",
+    "ShardError",
+    "ShardRange",
+    "ShardReader",
+    "base_name",
+]
 
 MAX_SAMPLE_BYTES = 1 << 30
 """Default of `max_sample_bytes`: 1 GiB."""
@@ -67,6 +77,33 @@ class Located(NamedTuple):
 
     sample: Sample
     resume: int
+
+
+class LocatedSamples(Sequence[Located]):
+    """Consecutive samples, which share a list: an object for each would cost as much as a small sample.
+
+    Args:
+        samples: the samples.
+        resumes: the offset after each; of rows of a table, the number of the row after it.
+    """
+
+    __slots__ = ("resumes", "samples")
+
+    def __init__(self, samples: Sequence[Sample], resumes: Sequence[int]) -> None:
+        self.samples = samples
+        self.resumes = resumes
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    @overload
+    def __getitem__(self, index: int) -> Located: ...
+    @overload
+    def __getitem__(self, index: slice) -> LocatedSamples: ...
+    def __getitem__(self, index: int | slice) -> Located | LocatedSamples:
+        if isinstance(index, slice):
+            return LocatedSamples(self.samples[index], self.resumes[index])
+        return Located(self.samples[index], self.resumes[index])
 
 
 class ShardRange(NamedTuple):

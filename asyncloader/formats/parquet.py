@@ -17,10 +17,10 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from asyncloader.formats.arrow_values import pyarrow, values
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardError, base_name
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, LocatedSamples, OnBad, ShardError, base_name
 from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
 from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
-from asyncloader.formats.rows import LocatedRows, Rows, RowTable
+from asyncloader.formats.rows import Rows, RowTable
 
 TAIL_BYTES = 1 << 16
 """Bytes of a file's end that are read at once: most footers are smaller."""
@@ -202,7 +202,7 @@ def read_rows(
     max_sample_bytes: int = MAX_SAMPLE_BYTES,
     on_bad: OnBad | None = None,
     window_bytes: int = 8 << 20,
-) -> Iterator[LocatedRows]:
+) -> Iterator[LocatedSamples]:
     """Read rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
 
     The key of a sample is the shard's name and the row's number, `resume` the number of the row after it. Columns named
@@ -396,13 +396,13 @@ class RecordBatchRows:
         self._max = max_sample_bytes
         self._on_bad = on_bad
 
-    def read(self, batch: Any, at: int, start: int, stop: int) -> Iterator[LocatedRows]:
+    def read(self, batch: Any, at: int, start: int, stop: int) -> Iterator[LocatedSamples]:
         """Yield the rows in ``[start, stop)`` of a batch whose first row is number `at`; then raise the first error."""
         first, after = max(start, at), min(stop, at + batch.num_rows)
         if first >= after:
             return
         batch = batch.slice(first - at, after - first)
-        found: LocatedRows | None = None
+        found: LocatedSamples | None = None
         # Otherwise a row is bad: read again, row by row, to find it and keep the others.
         with suppress(Exception):
             # Row by row only if a row may be too large: the size of a slice takes long to compute.
@@ -414,12 +414,12 @@ class RecordBatchRows:
         else:
             yield from self._read_single_rows(batch, first)
 
-    def _rows(self, batch: Any, first: int) -> LocatedRows:
+    def _rows(self, batch: Any, first: int) -> LocatedSamples:
         columns = {name: values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
         table = RowTable(columns, shard=self._name, url=self._url, first=first)
-        return LocatedRows(Rows(table, range(batch.num_rows)), range(first + 1, first + batch.num_rows + 1))
+        return LocatedSamples(Rows(table, range(batch.num_rows)), range(first + 1, first + batch.num_rows + 1))
 
-    def _read_single_rows(self, batch: Any, first: int) -> Iterator[LocatedRows]:
+    def _read_single_rows(self, batch: Any, first: int) -> Iterator[LocatedSamples]:
         """Yield the good rows: those between two bad rows together.
 
         Raises:

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats.base import Located, Sample
+from asyncloader.formats.base import Sample
 
 Column: TypeAlias = list[Any] | npt.NDArray[Any]
 """A column's values, one per row. Of an array with one dimension, the samples get Python's numbers; of an array with
@@ -126,30 +126,3 @@ class Rows(Sequence[Sample]):
         if isinstance(index, slice):
             return Rows(self.table, self.within[index])
         return self.table.sample(self.within[index])
-
-
-class LocatedRows(Sequence[Located]):
-    """Rows, each with the number of the row after it in the file; a slice makes no sample.
-
-    Args:
-        samples: the rows.
-        resumes: the numbers.
-    """
-
-    __slots__ = ("resumes", "samples")
-
-    def __init__(self, samples: Rows, resumes: range) -> None:
-        self.samples = samples
-        self.resumes = resumes
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    @overload
-    def __getitem__(self, index: int) -> Located: ...
-    @overload
-    def __getitem__(self, index: slice) -> LocatedRows: ...
-    def __getitem__(self, index: int | slice) -> Located | LocatedRows:
-        if isinstance(index, slice):
-            return LocatedRows(self.samples[index], self.resumes[index])
-        return Located(self.samples[index], self.resumes[index])

@@ -20,7 +20,7 @@ from zlib import adler32
 from asyncloader.formats.base import Sample, base_name
 from asyncloader.formats.mds import RAW, MdsShard, mds_encoding
 from asyncloader.formats.tar import BLOCK, MAX_META_BYTES
-from asyncloader.formats.tfrecord import crc32c, mask_crc
+from asyncloader.formats.tfrecord import crc32c, fast_crc32c, mask_crc
 
 
 class SampleSlices(Protocol):
@@ -42,6 +42,21 @@ _AFTER_CHECKSUM = frozenset((b"\0 ", b" \0", b"\0\0", b"  "))
 _AFTER_SIZE = frozenset((b"\0", b" "))
 _RECORD = Struct("<QI")
 _CRC = Struct("<I")
+
+
+def read_whole(url: str, name: str, shard: MdsShard | None) -> ReadWhole:
+    """Return the function that reads samples of a shard, decompressed.
+
+    Args:
+        url: the shard's.
+        name: of its format.
+        shard: the index's entry of an MDS shard.
+    """
+    if shard is not None:
+        return mds_samples(url, shard)
+    if name == "tar":
+        return tar_samples(url)
+    return tfrecords(url, fast_crc32c()) if name == "tfrecord" else json_lines(url)
 
 
 def tar_samples(url: str) -> ReadWhole:

@@ -14,6 +14,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Sequence
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 
@@ -200,17 +201,12 @@ class FixedStreams(Dataset[Any]):
             IndexError: the epoch has no such position.
         """
         order = self._present_order()
-        runs = list(order.runs(positions))
-        readers = [self._reader(order, run) for run in runs]
-        samples: list[Element] = []
-        try:
-            # All of them, before the first is waited for: they are loaded at the same time.
-            there = [reader.found(first, first + size) for (_, first, size), reader in zip(runs, readers, strict=True)]
-            for (_, first, size), reader, elements in zip(runs, readers, there, strict=True):
-                samples += elements or await reader.read(first, first + size)
-        finally:
-            for run, reader in zip(runs, readers, strict=True):
-                self._release(run.stream, reader)
+        runs = order.runs(positions)
+        found = [self._found(*run) for run in runs]
+        parts = [each for each in found if each]
+        if len(parts) < len(runs):
+            parts = await self._read_missing(order, runs, found)
+        samples = list(chain.from_iterable(parts))
         kinds = {*map(type, samples)}
         if kinds == {TableRow}:
             return BatchRows(cast("list[TableRow]", samples))
@@ -221,6 +217,30 @@ class FixedStreams(Dataset[Any]):
                 if type(sample) is TableRow:  # beside samples of other formats
                     samples[number] = sample.table.sample(sample.row)
         return cast("list[Sample]", samples)
+
+    def _found(self, stream: int, first: int, size: int) -> list[Element] | None:
+        """Return the samples of a run, if its stream's newest reader has them: mostly it does."""
+        readers = self._readers.get(stream)
+        return readers[-1].found(first, first + size) if readers else None
+
+    async def _read_missing(
+        self, order: StreamOrder, runs: Sequence[StreamRun], found: Sequence[list[Element] | None]
+    ) -> list[list[Element]]:
+        """Return the samples of each run. Of those that were not found, each gets a reader, and is waited for."""
+        readers = [None if each else self._reader(order, run) for run, each in zip(runs, found, strict=True)]
+        try:
+            # All of them, before the first is waited for: they load at the same time.
+            for (_, first, size), reader in zip(runs, readers, strict=True):
+                if reader is not None:
+                    reader.prepare(first + size)
+            return [
+                (each or []) if reader is None else await reader.read(first, first + size)
+                for (_, first, size), reader, each in zip(runs, readers, found, strict=True)
+            ]
+        finally:
+            for (stream, _, _), reader in zip(runs, readers, strict=True):
+                if reader is not None:
+                    self._release(stream, reader)
 
     def _present_order(self) -> StreamOrder:
         if self._order is None:

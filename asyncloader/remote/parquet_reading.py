@@ -20,9 +20,8 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.bridge import in_thread
-from asyncloader.formats import MAX_SAMPLE_BYTES, OnBad, ShardError
+from asyncloader.formats import MAX_SAMPLE_BYTES, LocatedSamples, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
-from asyncloader.formats.rows import LocatedRows
 from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 
@@ -58,7 +57,7 @@ async def read_parquet(
     read_ahead: int = 8 << 20,
     columns: Sequence[str] | None = None,
     footer: Footer | None = None,
-) -> AsyncGenerator[LocatedRows, None]:
+) -> AsyncGenerator[LocatedSamples, None]:
     """Read rows ``[start, stop)`` of a file, like `formats.parquet.read_rows`, but call `on_bad` in the loop.
     `footer` is the file's, if it was read before.
 
@@ -82,7 +81,7 @@ async def read_parquet(
     )
 
     def step() -> Step:
-        batch: LocatedRows | None = None
+        batch: LocatedSamples | None = None
         fault: Exception | None = None
         try:
             batch = next(rows, None)
@@ -112,7 +111,7 @@ async def read_parquet(
 class Step(NamedTuple):
     """The result of one step of the thread: rows (None: no more), bad rows, and the error that ended it."""
 
-    batch: LocatedRows | None
+    batch: LocatedSamples | None
     bad_rows: list[ShardError]
     fault: Exception | None
 

@@ -20,9 +20,8 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
-from asyncloader.formats import OnBad, ShardError
+from asyncloader.formats import LocatedSamples, OnBad, ShardError
 from asyncloader.formats.parquet import Footer, RecordBatchRows, read_batches
-from asyncloader.formats.rows import LocatedRows
 from asyncloader.remote.parquet_reading import Ranges, RangeThread, read_footer, read_parquet, result_of
 from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader
@@ -52,7 +51,7 @@ class SharedParquet:
 
     async def read(
         self, pinned: PinnedReader, url: str, start: int, stop: int | None, options: RowOptions, on_bad: OnBad | None
-    ) -> AsyncGenerator[LocatedRows, None]:
+    ) -> AsyncGenerator[LocatedSamples, None]:
         """Read rows ``[start, stop)`` of a file, like `read_parquet`."""
         make = partial(_SharedFile, pinned, url, options, self._budget)
         async with _use(self._files, pinned, make) as file:
@@ -201,7 +200,7 @@ class _Found(NamedTuple):
     the error that ended them.
     """
 
-    rows: list[LocatedRows]
+    rows: list[LocatedSamples]
     bad_rows: list[ShardError]
     after: int
     fault: Exception | None
@@ -271,7 +270,7 @@ class _SharedGroup:
         except Exception as error:
             self._failed = True
             return _Found([], [], start, error)
-        rows: list[LocatedRows] = []
+        rows: list[LocatedSamples] = []
         bad_rows: list[ShardError] = []
         fault: ShardError | None = None
         made = RecordBatchRows(self._url, self._options.max_sample_bytes, bad_rows.append if tolerant else None)

@@ -21,8 +21,7 @@ from operator import itemgetter
 from time import monotonic
 from typing import Any
 
-from asyncloader.formats import Located, OnBad, Sample, ShardError
-from asyncloader.formats.rows import LocatedRows
+from asyncloader.formats import Located, LocatedSamples, OnBad, Sample, ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, SegmentRange, bytes_left
 from asyncloader.shielding import wait_until_done
@@ -49,7 +48,7 @@ class RangeReading:
 
     def __init__(self, open: Open, shard: Shard, shard_range: AnyRange) -> None:
         self.shard_range = shard_range
-        self._found: list[Located] | LocatedRows = []  # what was read last
+        self._found: list[Located] | LocatedSamples = []  # what was read last
         self._taken = 0  # of them
         self.bad: deque[ShardError] = deque()
         """Bad samples before, between and after the samples that `take` returns next, with which they arrive."""
@@ -75,7 +74,7 @@ class RangeReading:
         """
         found, at = self._found, self._taken
         end = min(at + most, len(found))
-        if limit is not None and isinstance(found, LocatedRows):
+        if limit is not None and isinstance(found, LocatedSamples):
             end = bisect_left(found.resumes, limit, at, end)
         elif limit is not None:
             end = bisect_left(found, limit, at, end, key=itemgetter(1))
@@ -83,7 +82,7 @@ class RangeReading:
         self._taken = end
         if end == len(found):
             self._found, self._taken = [], 0  # they are the caller's alone
-        if isinstance(taken, LocatedRows):
+        if isinstance(taken, LocatedSamples):
             return taken.samples, taken.resumes
         return [each[0] for each in taken], [each[1] for each in taken]
 
@@ -99,7 +98,7 @@ class RangeReading:
         self._running = True
         try:
             found = await (anext(self._stream) if begun is None else begun)
-            self._found, self._taken = found if isinstance(found, LocatedRows) else list(found), 0
+            self._found, self._taken = found if isinstance(found, LocatedSamples) else list(found), 0
         except TransportError as error:
             self.outdated = error.made_at < called
             raise

@@ -17,11 +17,13 @@ from typing import TypeAlias, cast
 from asyncloader.formats import (
     MAX_SAMPLE_BYTES,
     CompressedReader,
+    IndexedReader,
     Located,
     OnBad,
     ShardError,
     ShardRange,
     ShardReader,
+    open_indexed_reader,
     open_reader,
 )
 from asyncloader.remote.catalog import PARQUET, Shard
@@ -124,27 +126,41 @@ async def read_shard_range(
                 found = tables.read(pin.reader, shard.url, start, stop, options, on_bad_row)
         else:
             part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
-            skip, most = (shard_range.skip, shard_range.most) if isinstance(shard_range, SegmentRange) else (0, None)
+            segment = shard_range if isinstance(shard_range, SegmentRange) else None
+            bad_sample = None if on_bad is None else bad.append
+            shard_reader: ShardReader | IndexedReader
             if reader is not None:
                 shard_reader = reader(shard.url, part)
-                packed = isinstance(shard_reader, CompressedReader)
+            elif segment is not None and segment.edges is not None:
+                shard_reader = open_indexed_reader(
+                    shard.url,
+                    shard.format,
+                    segment.edges.offsets,
+                    last=segment.stop is None,
+                    max_sample_bytes=max_sample_bytes,
+                    on_bad=bad_sample,
+                    shard=shard.mds,
+                )
             else:
-                packed = (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
                 shard_reader = open_reader(
                     shard.url,
                     shard.format,
                     part=part,
                     max_sample_bytes=max_sample_bytes,
-                    on_bad=None if on_bad is None else bad.append,
+                    on_bad=bad_sample,
                     shard=shard.mds,
-                    skip=skip,
-                    most=most,
+                    skip=0 if segment is None else segment.skip,
+                    most=None if segment is None else segment.most,
                 )
-            chunk_size = SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK
-            stop = None if packed or reader is not None else shard_range.stop
-            exact = isinstance(shard_range, SegmentRange)
+            packed = isinstance(shard_reader, CompressedReader)
             found = _push(
-                pin.reader, shard_reader, stop=stop, chunk_size=chunk_size, most=read_ahead, thread=packed, exact=exact
+                pin.reader,
+                shard_reader,
+                stop=None if packed or reader is not None else shard_range.stop,
+                chunk_size=SLOW_CHUNK if shard.format.name == "jsonl" else CHUNK,
+                most=read_ahead,
+                thread=packed,
+                exact=segment is not None,
             )
         async with aclosing(found) as batches:
             try:
@@ -176,15 +192,15 @@ def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
 
 async def _push(
     pinned: PinnedReader,
-    reader: ShardReader,
+    reader: ShardReader | IndexedReader,
     *,
     stop: int | None,
     chunk_size: int,
     most: int,
     thread: bool,
     exact: bool,
-) -> AsyncGenerator[list[Located], None]:
-    """Feed `reader` to its end. Yields one list per call of the reader, including empty lists.
+) -> AsyncGenerator[Sequence[Located], None]:
+    """Feed `reader` to its end. Yields one sequence per call of the reader, including empty ones.
 
     Args:
         pinned: reads the shard.
@@ -196,13 +212,19 @@ async def _push(
         exact: the last sample of the reader ends at `stop`.
     """
     parsing = JobThreads(1, "asyncloader-parse")
-    pieces = _FeedPieces(PIECE if exact and not thread else chunk_size, chunk_size)
+    small = exact and not thread and not isinstance(reader, IndexedReader)
+    pieces = _FeedPieces(PIECE if small else chunk_size, chunk_size)
+    fed = chunk_size
 
-    async def call(function: Callable[[bytes], list[Located]], data: bytes) -> list[Located]:
+    async def call(function: Callable[[bytes], Sequence[Located]], data: bytes) -> Sequence[Located]:
+        nonlocal fed
         if thread:
-            return cast("list[Located]", await parsing.call(function, data))
+            return cast("Sequence[Located]", await parsing.call(function, data))
         # Let other tasks run: while chunks are buffered, nothing else in this loop waits.
-        await asyncio.sleep(0)
+        if fed >= chunk_size:
+            fed = 0
+            await asyncio.sleep(0)
+        fed += max(len(data), PIECE)
         return function(data)
 
     if reader.done:
@@ -217,6 +239,8 @@ async def _push(
             found = await call(reader.feed, piece)
             pieces.note(len(found))
             yield found
+            while reader.pending:
+                yield await call(reader.feed, b"")
             if reader.done:
                 return
         start += len(data)

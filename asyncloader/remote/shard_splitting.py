@@ -91,6 +91,19 @@ class SingleRanges(Sequence[tuple[CatalogRange, ...]]):
         return SingleRanges(chosen) if isinstance(chosen, WholeShards) else (chosen,)
 
 
+class SampleEdges:
+    """Where consecutive samples begin and, last, where they end. Equal to itself alone, so that ranges are compared.
+
+    Args:
+        offsets: in bytes.
+    """
+
+    __slots__ = ("offsets",)
+
+    def __init__(self, offsets: npt.NDArray[np.int64]) -> None:
+        self.offsets = offsets
+
+
 class SegmentRange(NamedTuple):
     """A part of a range: some samples of one shard of the catalog, good or bad.
 
@@ -98,6 +111,7 @@ class SegmentRange(NamedTuple):
         shard, start, stop, sync: of the range, as in `CatalogRange`.
         skip: samples of the range that come before.
         most: their number; None: all behind `skip`.
+        edges: where the samples begin and, last, where they end; None: not known.
     """
 
     shard: int
@@ -106,6 +120,7 @@ class SegmentRange(NamedTuple):
     sync: bool = False
     skip: int = 0
     most: int | None = None
+    edges: SampleEdges | None = None
 
 
 def can_cut(shard: Shard) -> bool:

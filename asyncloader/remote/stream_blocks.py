@@ -12,6 +12,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import islice, repeat, takewhile
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.sample_offsets import SampleOffsets
-from asyncloader.remote.shard_splitting import SegmentRange
+from asyncloader.remote.shard_splitting import SampleEdges, SegmentRange
 from asyncloader.remote.stream_order import Block, Segment, StreamOrder
 from asyncloader.shielding import shielded, wait_until_done
 
@@ -36,6 +37,9 @@ class TableRow(NamedTuple):
     table: RowTable
     row: int
 
+
+_as_row = partial(tuple.__new__, TableRow)
+"""`TableRow._make`, without a call in Python for each row."""
 
 Element = Sample | TableRow | Exception
 """A sample, or the error by which it could not be read."""
@@ -101,7 +105,10 @@ class Shards:
             return SegmentRange(number, before.offset, end, skip=first - before.number, most=size)
         # What lies before the first sample and behind the last is for the shard's reader to check.
         start = int(offsets[first]) if first else 0
-        return SegmentRange(number, start, int(offsets[stop]) if stop < counted.samples else None, most=size)
+        end = int(offsets[stop]) if stop < counted.samples else None
+        # A copy: the table of the whole shard is not kept for the samples of a part.
+        edges = None if _is_compressed(self.shards[number]) else SampleEdges(offsets[first : stop + 1].copy())
+        return SegmentRange(number, start, end, most=size, edges=edges)
 
 
 def _is_compressed(shard: Shard) -> bool:
@@ -208,7 +215,7 @@ def _taken(reading: RangeReading, most: int) -> list[Element]:
 
 def _elements(samples: Sequence[Sample]) -> list[Element]:
     if isinstance(samples, Rows):
-        return [*map(TableRow._make, zip(repeat(samples.table), samples.within, strict=False))]
+        return [*map(_as_row, zip(repeat(samples.table), samples.within, strict=False))]
     return [*samples]
 
 
@@ -255,14 +262,11 @@ class StreamBlocks:
         return self._order.block_at(self._stream, first).number <= self._next.number + self._near
 
     def found(self, first: int, stop: int) -> list[Element] | None:
-        """Return the samples ``[first, stop)`` of the stream's order; None: some of them are being loaded from now on,
-        or were dropped.
-        """
-        if stop > self._last:
-            self._begin()
+        """Return the samples ``[first, stop)`` of the stream's order; None: they must be waited for, in `read`."""
         held, at, end = self._held, first - self._first, stop - self._first
         if at < 0 or end > len(held):
             return None
+        self.prepare(stop)
         found = held[at:end]
         # Two batches in progress may need samples that lie next to each other.
         if (done := at - _KEPT * (end - at)) > _DROPPED and 2 * done > len(held):
@@ -282,6 +286,7 @@ class StreamBlocks:
                 again = StreamBlocks(self._order, self._stream, first, self._shards)
                 async with aclosing(again):
                     return await again.read(first, stop)
+            self.prepare(stop)
             loading = self._loading
             assert loading is not None
             try:
@@ -290,9 +295,9 @@ class StreamBlocks:
                 del loading  # its error refers to this frame
         return found
 
-    def _begin(self) -> None:
-        """Begin to load the next block, unless that is being done, or there is none."""
-        if not self._ended and (self._loading is None or self._loading.done()):
+    def prepare(self, stop: int) -> None:
+        """Begin to load the next block if samples up to `stop` are in the last one or behind it."""
+        if stop > self._last and not self._ended and (self._loading is None or self._loading.done()):
             self._loading = asyncio.create_task(self._load(), name="asyncloader-block")
             self._loading.add_done_callback(_retrieve)
 

@@ -22,6 +22,7 @@ Within its stream a sample moves by less than a block: a stream is cut into bloc
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -109,34 +110,44 @@ class StreamOrder:
         self._bounds = [batch * part // self.parts for part in range(self.parts + 1)]
         self._stretches: dict[int, tuple[int, int]] = {}
 
-    def runs(self, positions: Sequence[int]) -> Iterator[StreamRun]:
-        """Return the samples at these positions of the order, as runs of consecutive ones."""
+    def runs(self, positions: Sequence[int]) -> list[StreamRun]:
+        """Return the samples at these positions of the order, as runs of consecutive ones.
+
+        Raises:
+            IndexError: there is no such position.
+        """
+        found: list[StreamRun] = []
         at, end = 0, len(positions)
         # Mostly all of them follow each other.
         together = bool(end) and list(positions) == list(range(positions[0], positions[0] + end))
         while at < end:
             first = positions[at]
-            run = self._run(first)
-            count = min(run.size, end - at)
+            after = end
             if not together:
-                following = (more for more in range(1, count) if positions[at + more] != first + more)
-                count = next(following, count)
-            yield run if count == run.size else StreamRun(run.stream, run.first, count)
-            at += count
+                after = next((more for more in range(at + 1, end) if positions[more] != first + more - at), end)
+            self._add_runs(found, first, after - at)
+            at = after
+        return found
 
-    def _run(self, position: int) -> StreamRun:
-        """Return the run from a position to the end of its part."""
-        if not 0 <= position < self.total:
-            raise IndexError(f"position {position} is out of range for an epoch of {self.total} samples")
-        step, within = divmod(position, self.batch)
-        if step == self._steps:
-            return StreamRun(LANES * self.parts, within, self._rest - within)
-        turn, lane = divmod(step, LANES)
-        part = within * self.parts // self.batch
-        while self._bounds[part + 1] <= within:
-            part += 1
-        first, stop = self._bounds[part], self._bounds[part + 1]
-        return StreamRun(lane * self.parts + part, turn * (stop - first) + within - first, stop - within)
+    def _add_runs(self, found: list[StreamRun], first: int, count: int) -> None:
+        """Add the runs of `count` positions from `first` on."""
+        if first < 0 or first + count > self.total:
+            wrong = first if first < 0 else max(first, self.total)
+            raise IndexError(f"position {wrong} is out of range for an epoch of {self.total} samples")
+        while count:
+            step, within = divmod(first, self.batch)
+            if step == self._steps:
+                found.append(StreamRun(LANES * self.parts, within, count))
+                return
+            turn, lane = divmod(step, LANES)
+            stop = min(within + count, self.batch)
+            first, count = first + stop - within, count - (stop - within)
+            part = bisect_right(self._bounds, within) - 1
+            while within < stop:
+                begin, after = self._bounds[part : part + 2]
+                size = min(after, stop) - within
+                found.append(StreamRun(lane * self.parts + part, turn * (after - begin) + within - begin, size))
+                part, within = part + 1, within + size
 
     def _turns(self, lane: int) -> int:
         """Return the number of global batches that a lane has."""

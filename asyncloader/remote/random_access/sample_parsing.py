@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from asyncloader.formats import JsonlReader, MdsReader, MdsShard, Sample, ShardError, ShardReader, TarReader
 from asyncloader.formats.tar import END
-from asyncloader.formats.tfrecord import TFRecordReader, fast_crc32c
-from asyncloader.formats.whole_sample import ReadWhole, SampleSlices, json_lines, mds_samples, tar_samples, tfrecords
+from asyncloader.formats.tfrecord import TFRecordReader
+from asyncloader.formats.whole_sample import SampleSlices, read_whole
 from asyncloader.remote.catalog import Shard
 
 
@@ -26,22 +26,19 @@ class SampleParser:
         self._url = shard.url
         self._max = max_sample_bytes
         self._tail = END if shard.format.name == "tar" else b""
-        self._whole, self._reader = self._makers(shard)
+        self._whole = read_whole(shard.url, shard.format.name, shard.mds)
+        self._reader = self._maker(shard)
 
-    def _makers(self, shard: Shard) -> tuple[ReadWhole, Callable[[int], ShardReader]]:
+    def _maker(self, shard: Shard) -> Callable[[int], ShardReader]:
         url, most = self._url, self._max
         if shard.mds is not None:
             mds: MdsShard = shard.mds
-            return mds_samples(url, mds), lambda start: MdsReader(url, mds, start=start, max_sample_bytes=most)
+            return lambda start: MdsReader(url, mds, start=start, max_sample_bytes=most)
         if shard.format.name == "tar":
-            return tar_samples(url), lambda start: TarReader(url, start=start, max_sample_bytes=most)
+            return lambda start: TarReader(url, start=start, max_sample_bytes=most)
         if shard.format.name == "tfrecord":
-            checksum = fast_crc32c()
-            return (
-                tfrecords(url, checksum),
-                lambda start: TFRecordReader(url, start=start, checksum=checksum, max_sample_bytes=most),
-            )
-        return json_lines(url), lambda start: JsonlReader(url, start=start, max_sample_bytes=most)
+            return lambda start: TFRecordReader(url, start=start, max_sample_bytes=most)
+        return lambda start: JsonlReader(url, start=start, max_sample_bytes=most)
 
     def parse(self, source: SampleSlices, at: int, end: int, start: int) -> Sample:
         """Return the sample in these bytes.

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from hypothesis import strategies as st
 
-from asyncloader.formats import Located, ShardError, ShardReader
+from asyncloader.formats import IndexedReader, Located, ShardError, ShardReader
 
 MakeReader: TypeAlias = Callable[[int], ShardReader]
 """A reader with this `start`."""
@@ -38,7 +38,7 @@ def chunked(data: bytes, cuts: Sequence[float]) -> list[bytes]:
     return [data[start:stop] for start, stop in pairwise(edges)]
 
 
-def drive(reader: ShardReader, chunks: Sequence[bytes]) -> Outcome:
+def drive(reader: ShardReader | IndexedReader, chunks: Sequence[bytes]) -> Outcome:
     """Feed `chunks` as the contract prescribes, and record all samples and the error."""
     got: list[Located] = []
     error: tuple[str, int | None] | None = None

@@ -19,8 +19,9 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader import DataLoader, RemoteIterableDataset
+from asyncloader.formats import LocatedSamples
 from asyncloader.formats.parquet import footer_size, parse_footer, read_rows
-from asyncloader.formats.rows import MATRIX, LocatedRows, Rows
+from asyncloader.formats.rows import MATRIX, Rows
 from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.collate import Collator
@@ -89,7 +90,8 @@ def rows_of(table: Any, url: str = "mem://x/a.parquet") -> Rows:
 
     footer = parse_footer(data[-footer_size(data, len(data), url) :], len(data), url)
     (found,) = read_rows(footer, fetch)
-    assert isinstance(found, LocatedRows)
+    assert isinstance(found, LocatedSamples)
+    assert isinstance(found.samples, Rows)
     return found.samples
 
 

@@ -13,9 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.formats import ShardError
+from asyncloader.formats import LocatedSamples, ShardError
 from asyncloader.formats import parquet as parquet_format
-from asyncloader.formats.rows import LocatedRows
 from asyncloader.remote.parquet_sharing import RowOptions, SharedParquet
 from asyncloader.transports import MemoryTransport, ReadFailed
 from tests.drawn import scaled
@@ -41,7 +40,7 @@ class Counted(MemoryTransport):
         return found
 
 
-async def numbers_of(rows: AsyncGenerator[LocatedRows, None]) -> list[int]:
+async def numbers_of(rows: AsyncGenerator[LocatedSamples, None]) -> list[int]:
     async with aclosing(rows):
         return [sample["n"] async for found in rows for sample in found.samples]
 
