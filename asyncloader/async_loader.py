@@ -20,6 +20,7 @@ from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
+from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.thread_workers import has_thread_workers, refusal
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import LoaderClosed
@@ -89,6 +90,7 @@ _RUNNING = frozenset(
         "_claim",
         "_closed",
         "_dashboard",
+        "_batch_costs",
     )
 )
 
@@ -130,6 +132,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
         self._closed = False
         self._dashboard = LoaderDashboard()
+        self._batch_costs = BatchCosts()
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
@@ -189,7 +192,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
                 if spec.num_workers:
                     iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
                 else:
-                    iterator = AsyncInlineIterator(spec, self._statistics, self._keeper)
+                    iterator = AsyncInlineIterator(spec, self._statistics, self._keeper, self._batch_costs)
         except BaseException:
             undo()
             raise

@@ -25,7 +25,7 @@ from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.inline_prefetch import mark_retrieved
-from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, FetchPlace
+from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, BatchCosts, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options.declaration import B_co, LoaderSpec
@@ -49,7 +49,7 @@ class AsyncInlineIterator(Generic[B_co]):
 
     queue_depth = 0
 
-    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, keeper: StateKeeper) -> None:
+    def __init__(self, spec: LoaderSpec[Any], statistics: Statistics, keeper: StateKeeper, costs: BatchCosts) -> None:
         progress = keeper.begin(spec)
         self._torch_iter = TorchIterator(spec, progress)
         self._epoch = epoch = InlineEpoch(spec, statistics, keeper, self._torch_iter, progress, alone=False)
@@ -62,7 +62,10 @@ class AsyncInlineIterator(Generic[B_co]):
             or any(part is not None for part in (epoch.source, epoch.agreement, epoch.transfer))
         )
         self._place = FetchPlace(
-            use_current_device() if uses_device else None, movable=not waits, iterable=progress.config.iterable
+            costs,
+            use_current_device() if uses_device else None,
+            movable=not waits,
+            iterable=progress.config.iterable,
         )
         # Whether the dataset's code is called in threads, rather than awaited.
         self._in_threads = not is_async_dataset(epoch.reader.dataset)
@@ -99,6 +102,7 @@ class AsyncInlineIterator(Generic[B_co]):
                         # Batches that are made on the loop have held it up for HOLD_SECONDS: other tasks get a turn.
                         await asyncio.sleep(0)  # nothing was taken yet, so nothing is lost if this is cancelled
                         self._place.turned()
+                        self._epoch.refresh()  # the first batch, too, comes by here
                         continue
                 else:
                     async with self._lock:

@@ -89,7 +89,6 @@ class InlineEpoch:
             error = AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's text
             add_note(error, f"timeout={progress.config.timeout!r} needs workers: set num_workers, or leave it at 0")
             raise error
-        self._look_at = 0.0  # when to measure a batch more closely
         self._loader = loader
         self.statistics = statistics
         self._recorder = statistics.recorder
@@ -250,7 +249,7 @@ class InlineEpoch:
         statistics.waiting_since = begin
         try:
             # The test that `fetcher` makes is repeated here, which saves its call for most batches.
-            index, batch = (fetch if begin < self._look_at else self.fetcher(fetch, begin))(records)
+            index, batch = (fetch if begin < statistics.look_closely_at else self.fetcher(fetch, begin))(records)
             # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
             if self.agreement is not None and not self.agreement.batch():
                 raise EndOfData
@@ -282,9 +281,9 @@ class InlineEpoch:
         """The same function; now and then one that also records how much of the time it computes, and how long it is
         kept from that.
         """
-        if begin < self._look_at:
+        if begin < self.statistics.look_closely_at:
             return fetch
-        self._look_at = begin + _LOOK_S
+        self.statistics.look_closely_at = begin + _LOOK_S
 
         def measured(*args: P.args, **options: P.kwargs) -> T:
             delayed, computed, began = thread_delay(), thread_time(), perf_counter()

@@ -75,16 +75,60 @@ _MAIN_NOTE: Final = (
 _OPEN_LATE: Final = "; or make it with the first sample, with concurrency=1, which keeps to one thread"
 
 
+class _Countdown:
+    """How many cheap batches in a row the thread must still make before the loop makes the next."""
+
+    __slots__ = ("_all_due", "_due", "here")
+
+    def __init__(self) -> None:
+        self._due = self._all_due = _FIRST_DUE
+        self.here = False
+        """Whether the next batch may be made on the loop."""
+
+    def begin(self) -> None:
+        """An epoch begins: what made the thread keep a batch of the epoch before does not count any more."""
+        if not self.here:
+            self._all_due, self._due = _FIRST_DUE, min(_FIRST_DUE, self._due)
+
+    def made(self, *, cheap: bool, waited: bool) -> None:
+        """Count a batch that the thread has made. In the thread."""
+        if waited:
+            self._all_due = max(self._all_due, _DUE_AFTER_WAIT)
+        self._due = self._due - 1 if cheap and not waited else self._all_due
+        self.here = self._due <= 0
+
+    def held_up(self, seconds: float) -> None:
+        """A batch has held up the loop for this long. The longer, the more cheap batches must follow in the thread, so
+        that a dataset that is slow now and then (a stream that reads a block ahead) does not do so again and again.
+        """
+        self.here = False
+        self._due = self._all_due = min(_MOST_DUE, int(seconds / HOLD_SECONDS))
+
+
+class BatchCosts:
+    """What the epochs of one loader have shown of its batches: an epoch begins where the epoch before has ended, or
+    epochs of few batches would be made in the thread for ever.
+
+    The first batches of the epochs are counted by themselves: a dataset may open a file with each.
+    """
+
+    def __init__(self) -> None:
+        self.first, self.every = _Countdown(), _Countdown()
+
+
 class FetchPlace:
     """The thread, and the decision whether to use it.
 
     Args:
+        costs: of the loader.
         initializer: called in the thread before anything else.
         movable: whether the dataset may be called on the loop at all.
         iterable: whether the dataset is iterable, for the text of errors.
     """
 
-    def __init__(self, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool) -> None:
+    def __init__(
+        self, costs: BatchCosts, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool
+    ) -> None:
         self._thread = JobThreads(1, "asyncloader-fetch")
         self._initializer = initializer
         at_exit(_close_all)
@@ -96,9 +140,10 @@ class FetchPlace:
         self.turn = 0.0
         """When the loop last had a turn, as far as is known."""
         self._waits_then, self._work_then = 0, 0.0
-        self._here = False
         self._moved = False  # whether it was called on the loop, ever
-        self._due = self._all_due = _FIRST_DUE  # cheap batches in a row that the thread must still make
+        costs.every.begin()
+        self._costs = costs
+        self._next = costs.first  # says where the next batch is made
         keeps = "DataLoader with `for`, or num_workers=1" if iterable else "concurrency=1, which keeps to one thread"
         self._notes = _MAIN_NOTE + ("" if iterable else _OPEN_LATE), _NOTE.format(keeps)
 
@@ -106,11 +151,12 @@ class FetchPlace:
     def here(self) -> bool:
         """Whether the next batch should be made on the loop, by `fetch_here`."""
         # Modes that torch keeps by thread, such as a default device, would give other batches than in the thread.
-        return self._here and not _function_modes() and not _autocasts()
+        return self._movable and self._next.here and not _function_modes() and not _autocasts()
 
     def fetch_here(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         """Return ``fetch(index, records)``, called in this thread, which is the loop's."""
         self._moved = True
+        costs, self._next = self._next, self._costs.every
         loop, begin = _running_loop(), perf_counter()
         task = None if _swap_task is None else _swap_task(loop, None)
         try:
@@ -127,10 +173,7 @@ class FetchPlace:
                 _swap_task(loop, task)
             passed = perf_counter() - begin
             if passed >= HOLD_SECONDS and not self._preempted(begin):
-                # The longer it held up the loop, the more cheap batches must follow in the thread, so that a dataset
-                # that is slow now and then (a stream that reads a block ahead) does not do so again and again.
-                self._here = False
-                self._due = self._all_due = min(_MOST_DUE, int(passed / HOLD_SECONDS))
+                costs.held_up(passed)
 
     def turned(self) -> None:
         """Record that the loop had a turn just now. In its thread."""
@@ -162,13 +205,14 @@ class FetchPlace:
         try:
             return self._call(fetch, index, records)
         finally:
-            cheap = thread_time() - begin < HOLD_SECONDS
-            if waits != _waits():
-                # It waited: for a disk, a lock, or for something that runs on this very loop, and would wait there for
-                # ever. So it stays here, unless it does so no more.
-                cheap, self._all_due = False, max(self._all_due, _DUE_AFTER_WAIT)
-            self._due = self._due - 1 if cheap else self._all_due
-            self._here = self._movable and self._due <= 0
+            # It may have waited for something that runs on this very loop, where it would wait for ever. So the dataset
+            # stays here, unless it waits no more.
+            cheap, waited = thread_time() - begin < HOLD_SECONDS, waits != _waits()
+            costs, self._next = self._next, self._costs.every
+            costs.made(cheap=cheap, waited=waited)
+            # A first batch that is like the others counts with them, too.
+            if costs is not self._next and cheap and not waited:
+                self._next.made(cheap=cheap, waited=waited)
 
     def _call(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         try:
@@ -187,8 +231,7 @@ class FetchPlace:
 
     def close_soon(self) -> None:
         """Let the thread end after its current call. Does not wait."""
-        # Both: a call that is still in progress sets `_here` when it ends, as `_movable` says.
-        self._here = self._movable = False
+        self._movable = False
         self._thread.close()
 
     def close(self, seconds: float | None = None) -> None:

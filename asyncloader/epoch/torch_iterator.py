@@ -40,6 +40,9 @@ from asyncloader.samplers.position_source import PositionSource
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.seeding import derive, draw_device
 
+_NO_CONTEXT = nullcontext()
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
 
 class TorchIterator(_BaseDataLoaderIter):
     """torch's iterator base under our iterators.
@@ -157,8 +160,11 @@ def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[A
     """Context in which torch's base can draw from this generator whatever `torch.set_default_device` says: it names no
     device.
     """
+    # Without a mode torch draws on the CPU. To ask for the default device takes longer than the draw.
+    if not _function_modes() and (generator is None or generator.device.type == "cpu"):
+        return _NO_CONTEXT
     device = draw_device(generator)
-    return nullcontext() if device.type == torch.get_default_device().type else device
+    return _NO_CONTEXT if device.type == torch.get_default_device().type else device
 
 
 def shared_seed(torch_iter: _BaseDataLoaderIter) -> int | None:

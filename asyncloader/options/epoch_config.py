@@ -9,7 +9,9 @@ have attributes of their names.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, NoReturn, Self
 
 import torch
@@ -237,13 +239,11 @@ class EpochConfig:
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
             "loss": "" if seeded else dataset.loss if isinstance(dataset, MessagedDataset) else _LOSS,
         }
-        as_given = {
-            name: getattr(ours if name in _OURS else loader, name)
-            for name in cls.__annotations__
-            if name not in resolved
-        }
         config = cls()
-        vars(config).update(as_given, **resolved)
+        (names, values), (torchs, torchs_values) = _as_given(tuple(resolved))
+        vars(config).update(zip(names, values(ours), strict=True))
+        vars(config).update(zip(torchs, torchs_values(loader), strict=True))
+        vars(config).update(resolved)
         return config
 
     def with_workers(self, number: int) -> Self:
@@ -256,3 +256,13 @@ class EpochConfig:
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"the options of an epoch are fixed: {name} cannot become {value!r}")
+
+
+@functools.cache
+def _as_given(resolved: tuple[str, ...]) -> list[tuple[list[str], Callable[[Any], tuple[Any, ...]]]]:
+    """The names of the options that become fields as they are given, with a function that reads them: of ours, and of
+    torch's.
+    """
+    names = [name for name in EpochConfig.__annotations__ if name not in resolved]
+    both = [[name for name in names if (name in _OURS) == ours] for ours in (True, False)]
+    return [(each, attrgetter(*each)) for each in both]

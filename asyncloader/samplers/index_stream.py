@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, SequentialSampler
 
 from asyncloader.errors import warn_aside
 from asyncloader.samplers.distributed import RankView, SeekableSampler, seek
@@ -193,9 +193,12 @@ class IndexStream:
         """The states of a stateful sampler; None without states."""
         self.generators = generators
         """States, as text, of the generators from which the sampler drew its order; None if it drew nothing."""
+        # torch reads its own sampler of 0, 1, 2, ... without a draw. To look takes as long as to collate a small batch.
+        self._may_draw = generators is not None or type(self._sampler) is not SequentialSampler
         # Seeking draws nothing, so it happens at once: the iterator stays in the epoch in which it was made. Without a
-        # position to seek, the sampler begins with the first index, as in torch.
-        seeks = isinstance(self._sampler, SeekableSampler) and (step or isinstance(index_sampler, RankView))
+        # position to seek, the sampler begins with the first index, as in torch. The protocol is tested last, which
+        # takes longest.
+        seeks = (step or isinstance(index_sampler, RankView)) and isinstance(self._sampler, SeekableSampler)
         self._items: Iterator[Any] | None = self._seek(step) if seeks else None
 
     @cached_property
@@ -275,8 +278,8 @@ class IndexStream:
         """
         before = self._before
         if before is None:
-            before = self._before = generator_states(self._own)
-        elif self._own is not None and not self._read:
+            before = self._before = generator_states(self._own) if self._may_draw else {}
+        elif self._own is not None and "own" in before and not self._read:
             # Ctrl-C has interrupted the draw: the second draw must give the same order.
             self._own.set_state(before["own"])
         try:
@@ -299,7 +302,7 @@ class IndexStream:
     def _note_draws(self, before: dict[str, torch.Tensor]) -> None:
         """Note the generators from which the order was drawn. A resumed order must not change the global generator."""
         if self.generators is None:
-            self.generators = self._drawn or find_drawn(before, generator_states(self._own))
+            self.generators = self._drawn or find_drawn(before, generator_states(self._own) if self._may_draw else {})
             view, shared = self._index_sampler, "global" in (self.generators or ())
             if shared and isinstance(view, RankView) and view.share.topology.world_size > 1:
                 warn_aside(_OWN_ORDERS.format(type(self._sampler).__name__))

@@ -64,6 +64,7 @@ class Statistics(LoaderFigures):
         "busy_s",
         "elapsed_s",
         "epochs",
+        "look_closely_at",
         "main_cpu_s",
         "newest_skipped",
         "note_order",
@@ -93,6 +94,7 @@ class Statistics(LoaderFigures):
         self.task_seconds: dict[str, deque[float]] = {}  # that the newest tasks took, by node, for `Hedging`
         self.newest_skipped: list[Any] = []  # records of the newest iterator's bad samples
         self.silent: set[str] = set()  # stores that workers say do not answer
+        self.look_closely_at = 0.0  # when to measure a batch without workers more closely; of all epochs
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
         self.watch: Watch | None = None  # on several ranks
         self.trace: Recording | None = None  # while the loader is traced

@@ -74,7 +74,7 @@ class DatasetContext:
     def __init__(
         self, dataset: Any, before: Any = None, after: Any = None, resources: ResourceScope | None = None
     ) -> None:
-        self._managers = context_managers(dataset)
+        self._managers = [] if dataset is None else context_managers(dataset)
         if after is not None:
             self._managers.append(contextlib.aclosing(after))
         self._before = before

@@ -6,6 +6,7 @@ Data path: none; asked before the first fetch.
 from __future__ import annotations
 
 import inspect
+import types
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
@@ -42,7 +43,11 @@ _AWAITABLES = ("Awaitable", "Coroutine")  # other names may be those of a sample
 def _is_awaited(method: Any) -> bool:
     if not callable(method):
         return False
-    if inspect.iscoroutinefunction(inspect.unwrap(method)):
+    if type(method) is types.FunctionType and not vars(method):
+        # It wraps no function and has no mark, so that its code says it: this is asked for each epoch.
+        if method.__code__.co_flags & inspect.CO_COROUTINE:
+            return True
+    elif inspect.iscoroutinefunction(inspect.unwrap(method)):
         return True
     returned = getattr(method, "__annotations__", {}).get("return")
     # A string with postponed annotations, else a type or a generic alias.

@@ -146,7 +146,7 @@ class Bookmark:
         self._iterator: Any = None
         self._own = False  # the dataset is its own iterator, and `__iter__` was called
         self._initial: PackedCursor | None = None
-        self._pack = CursorPickler() if pack is None else pack
+        self._pack = pack
         self.batches = 0
         self.keeps_state = self._dataset_is_stateful
         """Whether the dataset, or the iterator that is read, has a state."""
@@ -204,15 +204,16 @@ class Bookmark:
     def _take(self, samples: int, *, ended: bool) -> PackedCursor | None:
         if not self.keeps_state:
             return None
+        pack = self._pack = self._pack or CursorPickler()  # late: few datasets have a state
         try:
             dataset = self._dataset.state_dict() if self._dataset_is_stateful else None
             iterator = None if self._iterator is None else self._iterator.state_dict()
             itself = "within" if self._own and self._dataset_is_stateful else ""
             # Packed at once, before the dataset reads on: it may return the state that it works with, and no copy.
-            return self._pack(Cursor(self.batches, samples, ended, dataset, iterator, "", itself))
+            return pack(Cursor(self.batches, samples, ended, dataset, iterator, "", itself))
         except Exception as error:  # a state that cannot be saved must not fail the batch
             problem = f"{type(error).__name__}: {error}"
-        return self._pack(Cursor(self.batches, samples, ended, None, None, problem))
+        return pack(Cursor(self.batches, samples, ended, None, None, problem))
 
 
 def bytes_of(cursor: PackedCursor | None) -> bytes:
