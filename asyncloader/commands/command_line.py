@@ -109,24 +109,31 @@ def run(argv: Sequence[str] | None = None) -> int:
             return top.run(flags["socket"], as_json=flags["json"], web=flags["web"], port=flags["port"])
         return _report(command, flags)
     except (LoaderError, ValueError, OSError, ImportError) as error:
-        from asyncloader.commands.findings import printable
+        from asyncloader.commands.terminal import print_error
 
-        print(f"asyncloader {command}: {printable(str(error))}", file=sys.stderr)  # noqa: T201 - a command's own words
+        print_error(command, str(error))
         return 2
+    except KeyboardInterrupt:  # what has been found is printed already
+        return 130
 
 
 def _report(command: str, flags: dict[str, Any]) -> int:
-    from asyncloader.commands.findings import as_json, as_lines, has_problem
+    from asyncloader.commands.findings import as_json, has_problem
+    from asyncloader.commands.terminal import FindingPrinter
 
+    if flags.get("junit"):
+        _check_writable(flags["junit"])  # now, not after a minute of runs
     findings: list[Finding] = []
     began = perf_counter()
     try:
-        for finding in _findings(command, flags):
-            findings.append(finding)
-            if not flags["json"]:
-                print(as_lines(finding), flush=True)  # noqa: T201 - a command's own words
         if flags["json"]:
+            findings.extend(_findings(command, flags))
             print(as_json(findings), flush=True)  # noqa: T201 - a command's own words
+        else:
+            with FindingPrinter(_heading(command, flags)) as printer:
+                for finding in _findings(command, flags):
+                    findings.append(finding)
+                    printer.print(finding)
     except BrokenPipeError:  # the reader of the pipe has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if flags.get("junit"):
@@ -135,6 +142,20 @@ def _report(command: str, flags: dict[str, Any]) -> int:
         text = as_junit(flags["target"], findings, perf_counter() - began)
         flags["junit"].write_text(text, encoding="utf-8")
     return int(has_problem(findings))
+
+
+def _check_writable(file: Path) -> None:
+    """Check that a file can be written, without leaving an empty file. Raises OSError: it cannot."""
+    new = not file.exists()
+    file.open("a").close()
+    if new:
+        file.unlink()
+
+
+def _heading(command: str, flags: dict[str, Any]) -> str:
+    """The command and what it examines, in a line."""
+    subject = flags.get("target") or flags.get("file") or " ".join(flags.get("urls", ()))
+    return " ".join(map(str, filter(None, ("asyncloader", command, flags.get("action"), subject))))
 
 
 def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
@@ -191,7 +212,9 @@ def _serve(flags: dict[str, Any]) -> int:
     try:
         check_extra()
     except ImportError as error:
-        print(f"asyncloader: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
+        from asyncloader.commands.terminal import print_error
+
+        print_error("serve", str(error))
         return 2
     from asyncloader.service.node import cli
 

@@ -9,8 +9,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-_MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
-_NAME_WIDTH = 22
+MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
+NAME_WIDTH = 22
+"""Of the column of names, with a space behind them."""
 
 
 class Finding(NamedTuple):
@@ -33,11 +34,11 @@ class Finding(NamedTuple):
 
 def as_lines(finding: Finding) -> str:
     """Return a finding's line, and one with its advice."""
-    below = "\n" + " " * (_NAME_WIDTH + 4)
+    below = "\n" + " " * (NAME_WIDTH + 4)
     # Names and texts have parts of files, which may look like a line of another finding.
     text = below.join(map(printable, finding.text.split("\n")))
-    line = f"{_MARKS[finding.state]}  {printable(finding.name):{_NAME_WIDTH - 1}} {text}"
-    return f"{line}{below}-> {finding.advice}" if finding.advice else line
+    line = f"{MARKS[finding.state]}  {printable(finding.name):{NAME_WIDTH - 1}} {text}"
+    return f"{line}{below}-> {printable(finding.advice)}" if finding.advice else line
 
 
 def printable(text: str) -> str:

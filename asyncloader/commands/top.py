@@ -13,11 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.commands.findings import Finding, as_lines
+from asyncloader.commands.findings import Finding
+from asyncloader.commands.terminal import FindingPrinter
 from asyncloader.commands.top_view import by_kind, process_text, ring_text, session_text, view
 from asyncloader.live.client import LoaderSocket, NotWatched, fetch_trace, open_sockets, receive_all, relay
 from asyncloader.live.live_server import LiveServer
@@ -50,8 +52,9 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
     if as_json:
         print(json.dumps({"ok": ok, "loaders": loaders, "nodes": nodes}, indent=2))  # noqa: T201 - a command's own words
     else:
-        for lines in (*map(_of_loader, loaders), *map(_of_node, nodes)):
-            print("\n".join(map(as_lines, lines)), flush=True)  # noqa: T201
+        with FindingPrinter("asyncloader top") as printer:
+            for finding in chain(*map(_of_loader, loaders), *map(_of_node, nodes)):
+                printer.print(finding)
         if live:
             print("a view that is renewed each second needs rich: pip install 'asyncloader[top]'", file=sys.stderr)  # noqa: T201
     return int(not ok)
@@ -93,8 +96,8 @@ def _of_loader(snapshot: dict[str, Any]) -> Iterator[Finding]:
 
 def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
     if len(opened) > 1:
-        names = "\n".join(f"  asyncloader top --web {each.path}" for each in opened)
-        raise NotWatched(f"{len(opened)} loaders or nodes can be watched: name one.\n{names}")
+        names = ", or ".join(f"asyncloader top --web {each.path}" for each in opened)
+        raise NotWatched(f"{len(opened)} loaders or nodes can be watched, and the page is that of one: {names}")
     path = opened[0].path
     opened[0].close()  # without a page that is open the loader makes no snapshots
     with suppress(KeyboardInterrupt):

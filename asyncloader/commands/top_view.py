@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from asyncloader.commands.findings import in_bytes
+from asyncloader.commands.terminal import table, text
 from asyncloader.live.snapshot import summary
 
 Snapshot = dict[str, Any]
@@ -68,39 +69,26 @@ def view(found: Sequence[Snapshot]) -> Any:
     ]
     return Group(
         *(
-            Panel(part, title=title if place else f"{title}; Ctrl-C ends it")
+            Panel(part, title=text(title if place else f"{title}; Ctrl-C ends it"))
             for place, (title, part) in enumerate(parts)
         )
     )
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Any:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*columns, expand=True, box=None)
-    for row in rows:
-        # As `Text`: in a str, rich would read brackets as markup.
-        table.add_row(*(Text(str(each)) for each in row))
-    return table
-
-
 def _of_loaders(found: Sequence[Snapshot]) -> Iterator[tuple[str, Any]]:
-    from rich.text import Text
-
     columns: Sequence[str] = ("process", "loader", "batches/s", "waits", "state", "position")
-    yield "asyncloader top", _table(columns, (_loader_row(each) for each in found))
+    yield "asyncloader top", table(columns, (_loader_row(each) for each in found))
     if not found:
         return
     most = max(found, key=lambda each: each["rates"]["wait_frac"])
     verdict = most["verdict"]
-    lines = [f"{name}: {text}" for name, text in summary(most).items() if name != "verdict"]
+    lines = [f"{name}: {words}" for name, words in summary(most).items() if name != "verdict"]
     title = "ok" if verdict["ok"] else f"! {verdict['bound']}"
-    yield title, Text("\n".join([verdict["text"], *lines]))
+    yield title, text("\n".join([verdict["text"], *lines]))
     columns = "worker", "place", "now", "busy", "tasks", "ring"
-    yield f"workers of process {most['pid']}", _table(columns, (_worker_row(each) for each in most["workers"]))
+    yield f"workers of process {most['pid']}", table(columns, (_worker_row(each) for each in most["workers"]))
     columns = "stage", "batches", "median", "95 %", "99 %"
-    yield "stages, over the whole run", _table(columns, (_stage_row(each) for each in most["stages"]))
+    yield "stages, over the whole run", table(columns, (_stage_row(each) for each in most["stages"]))
 
 
 def _loader_row(each: Snapshot) -> Sequence[object]:
@@ -120,17 +108,15 @@ def _stage_row(each: Snapshot) -> Sequence[object]:
 
 
 def _of_node(node: Snapshot) -> Iterator[tuple[str, Any]]:
-    from rich.text import Text
-
     if node["problem"]:
-        yield "! problem", Text(node["problem"])
+        yield "! problem", text(node["problem"])
     columns: Sequence[str] = ("loader", "at", "dataset", "workers", "sends", "tasks", "memory")
     left_out = f", {node['sessions_left_out']} more loaders" if node["sessions_left_out"] else ""
     title = f"{node['name']}, process {node['pid']}, {node['state']}{left_out}"
-    yield title, _table(columns, (_session_row(each) for each in node["sessions"]))
+    yield title, table(columns, (_session_row(each) for each in node["sessions"]))
     columns = "process", "dataset", "state"
     rows = ((each["pid"], each["dataset"], process_text(each)) for each in node["processes"])
-    yield f"processes of {node['pid']}", _table(columns, rows)
+    yield f"processes of {node['pid']}", table(columns, rows)
 
 
 def _session_row(each: Snapshot) -> Sequence[object]:

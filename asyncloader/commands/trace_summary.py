@@ -95,8 +95,10 @@ def _workers(
     for stage in _STAGES:
         for each in (*spans.get(("tasks", stage), ()), *spans.get(("reads", stage), ())):
             stages[each.track][stage].append(each.seconds)
-    for track, mine in sorted(tasks.items())[:_SHOWN]:
-        name, _, place = names[track].partition(" (")
+    places = {track: names[track].partition(" (") for track in tasks}
+    # "worker 2" before "worker 10"; those with one number in the order in which they began.
+    for track in sorted(tasks, key=lambda track: (len(places[track][0]), places[track][0], track))[:_SHOWN]:
+        mine, (name, _, place) = tasks[track], places[track]
         share = _union(mine) / max(seconds, 1e-9)
         means = {stage: sum(times) / len(times) for stage, times in stages[track].items()}
         text = f"{_many(len(mine), 'batch')}, at work {share:.0%} of the time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from asyncloader.commands.findings import as_lines
 from asyncloader.commands.top import _of_node
-from asyncloader.commands.top_view import process_text, session_text
+from asyncloader.commands.top_view import process_text, session_text, view
 from asyncloader.live.node_snapshot import (
     ConnectionReading,
     NodeReading,
@@ -68,6 +69,15 @@ def test_many_loaders_are_counted_and_not_shown() -> None:
     assert found["sessions_left_out"] == 3896
     assert found["rates"]["batches_per_s"] == 4096
     assert len(json.dumps(found)) < 1 << 22
+
+
+def test_the_view_has_names_as_they_are() -> None:
+    """Brackets, as of an IPv6 address, are no markup, and control characters are escapes."""
+    console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=200)
+    found = reading(1.0, session("[red]a[/]\x1b", 1, connection()), addresses=["tcp://[::1]:7070"], problem="[b]no")
+    console.print(view([NodeSnapshots().take(found)]))
+    shown = console.file.getvalue()
+    assert all(each in shown for each in ("tcp://[::1]:7070", r"[red]a[/]\x1b", "[b]no"))
 
 
 def test_in_words() -> None:

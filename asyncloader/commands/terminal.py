@@ -1,0 +1,160 @@
+"""Prints on standard output and standard error: in a terminal with colours and tables, elsewhere as plain lines.
+
+Data path: findings -> [terminal] -> rich, where it is installed.
+
+Plain lines are the same on every machine, and are not wrapped: programs read them. All texts are given to rich as
+`Text`, and without their control characters: names in data may look like rich's markup, or like commands to a terminal.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Self, TextIO
+
+from asyncloader.commands.finding_tables import FindingTable, table_of
+from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
+_ADVICE = "cyan"
+
+
+class FindingPrinter:
+    """Prints findings on standard output as they are made. In a terminal they are rows below a heading; findings that
+    make up a table (`finding_tables`) come once the table is complete, and the last line counts problems and notes.
+
+    Args:
+        heading: what is examined.
+    """
+
+    def __init__(self, heading: str) -> None:
+        encode_all(sys.stdout)
+        self._console = console_of(sys.stdout)
+        self._heading = heading
+        self._counts: Counter[str] = Counter()
+        self._rows: list[Finding] = []  # of the table that is being collected
+
+    def __enter__(self) -> Self:
+        if self._console is not None:
+            self._console.rule(text(printable(self._heading), "bold"), align="left")
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self._console is None:
+            return
+        self._end_table(self._console)
+        if kind is None:
+            self._console.print(_summary(self._counts))
+
+    def print(self, finding: Finding) -> None:
+        """Print a finding."""
+        console = self._console
+        if console is None:
+            print(as_lines(finding), flush=True)  # noqa: T201 - a command's own words
+            return
+        self._counts[finding.state] += 1
+        if self._rows and table_of(self._rows[0]) is not table_of(finding):
+            self._end_table(console)
+        if table_of(finding) is None:
+            console.print(_row(finding, console.width))
+        else:
+            self._rows.append(finding)
+
+    def _end_table(self, console: Console) -> None:
+        rows, self._rows = self._rows, []
+        kind: FindingTable | None = table_of(rows[0]) if rows else None
+        if len(rows) < 2 or kind is None:  # a single row says more as a sentence
+            for each in rows:
+                console.print(_row(each, console.width))
+            return
+        console.print(table(kind.columns(rows), (kind.cells(each, rows) for each in rows)))
+
+
+def console_of(stream: TextIO) -> Console | None:
+    """Return rich's console for a stream. None: plain lines are to be printed, because the stream is no terminal, or
+    one without colours (``NO_COLOR``, ``TERM=dumb``), or rich is not installed.
+    """
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return None
+    if find_spec("rich") is None:
+        return None
+    from rich.console import Console
+
+    return Console(file=stream, markup=False, emoji=False, highlight=False)
+
+
+def encode_all(stream: TextIO) -> None:
+    """Have characters that the stream's encoding lacks printed as escapes; they would raise."""
+    if isinstance(stream, io.TextIOWrapper):
+        with suppress(OSError):  # a descriptor that has become a pipe since, where the stream asks for its position
+            stream.reconfigure(errors="backslashreplace")
+
+
+def print_error(command: str, why: str) -> None:
+    """Print on standard error why a command could not be carried out."""
+    encode_all(sys.stderr)
+    console, head = console_of(sys.stderr), f"asyncloader {command}:"
+    line = printable(why)
+    if console is None:
+        print(head, line, file=sys.stderr)  # noqa: T201 - a command's own words
+    else:
+        console.print(text(head, "bold red"), text(line))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table for rich.
+
+    Args:
+        columns: their headings.
+        rows: a value for each column.
+    """
+    from rich.table import Table
+
+    made = Table(expand=True, box=None, header_style="bold")
+    for column in columns:
+        made.add_column(text(column), overflow="fold")
+    for row in rows:
+        made.add_row(*(text(str(each)) for each in row))
+    return made
+
+
+def _row(finding: Finding, width: int) -> Table:
+    """Return a finding as a row: its mark, its name, and its text with the advice below."""
+    from rich.table import Table
+
+    row = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    row.add_column(width=2)
+    row.add_column(width=max(4, min(NAME_WIDTH - 1, width // 3)), overflow="fold")
+    row.add_column(ratio=1, overflow="fold")
+    words = text(finding.text)
+    if finding.advice:
+        words.append("\n")
+        words.append_text(text(f"-> {finding.advice}", _ADVICE))
+    style = _STYLES[finding.state]
+    row.add_row(text(MARKS[finding.state], style), text(printable(finding.name), "bold"), words)
+    return row
+
+
+def _summary(counts: Counter[str]) -> Text:
+    problems, notes = counts["problem"], counts["note"]
+    words = f"{problems or 'no'} problem{'s' * (problems != 1)}"
+    if notes:
+        words += f", {notes} note{'s' * (notes != 1)}"
+    return text(words, _STYLES["problem" if problems else "ok"])
+
+
+def text(words: str, style: str = "") -> Text:
+    """Return a text for rich, without control characters but ends of lines. Nothing in it is markup."""
+    from rich.text import Text
+
+    return Text("\n".join(map(printable, words.split("\n"))), style, overflow="fold")
