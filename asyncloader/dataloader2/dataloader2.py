@@ -29,7 +29,10 @@ from asyncloader.dataloader2.error import PauseIteration
 from asyncloader.dataloader2.graph._serialization import clone, deserialize_datapipe, serialize_datapipe
 from asyncloader.dataloader2.graph.settings import fix_shuffle_seeds
 from asyncloader.dataloader2.graph.utils import DataPipe
+from asyncloader.dataloader2.graph_statistics import GraphStatistics
+from asyncloader.dataloader2.iterator import DataLoader2Iterator
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator, check_seed
+from asyncloader.dataloader2.run_methods import RunMethods
 from asyncloader.dataloader2.services.interface import (
     CheckpointableReadingServiceInterface,
     ReadingServiceInterface,
@@ -38,8 +41,8 @@ from asyncloader.dataloader2.services.interface import (
     shutdown_parts,
     with_threads,
 )
-from asyncloader.dataloader2.services.worker_streams import has_next
 from asyncloader.errors import StateError
+from asyncloader.loader_trace import finish_trace
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
 
@@ -60,85 +63,8 @@ RANDOMNESS_STATE_KEY_NAME = "randomness_state"
 POSITION_KEY_NAME = "position"
 """Items of the epoch that were delivered; None between epochs. torchdata's states have no such key."""
 
-_INVALIDATED = (
-    "This iterator has been invalidated because another iterator has been created from the same DataLoader2.\n"
-    "This may be caused multiple references to the same DataLoader2. For feedback regarding this single iterator per "
-    "DataLoader2 constraint, feel free to comment on this issue: https://github.com/pytorch/data/issues/45."
-)
 
-
-class DataLoader2Iterator(Iterator[T_co]):
-    """Iterates a `DataLoader2`, until another iterator of the same loader is made.
-
-    Attributes of the graph's own iterator are reachable through it.
-    """
-
-    def __init__(self, dataloader: DataLoader2[T_co], iterator_id: int) -> None:
-        self.dataloader = dataloader
-        self.iterator_id = iterator_id
-        self.limit_counter: int | None = None
-        self.limit_threshold: int | None = None
-
-    def __next__(self) -> T_co:
-        item = self._read()
-        self._count()
-        return item
-
-    def _read(self) -> T_co:
-        """Read the next item, without counting it as delivered."""
-        loader = self.dataloader
-        with loader._reading:
-            if self.iterator_id != loader.valid_iterator_id:
-                raise RuntimeError(_INVALIDATED)
-            try:
-                item: T_co = loader._read()
-            except PauseIteration:
-                raise StopIteration from None
-            if self.limit_counter is not None and self.limit_threshold is not None:
-                self.limit_counter += 1
-                if self.limit_counter >= self.limit_threshold:
-                    self._pause()
-            return item
-
-    def _count(self) -> None:
-        """Count an item as delivered: a loader that resumes from a state does not give it again."""
-        loader = self.dataloader
-        if self.iterator_id == loader.valid_iterator_id and loader._delivered is not None:
-            loader._delivered += 1
-
-    def _ready(self) -> bool:
-        """Whether the next item has arrived, so that `next` waits for nothing and runs no code of the user's."""
-        loader = self.dataloader
-        valid = self.iterator_id == loader.valid_iterator_id and not loader._is_paused and not loader._to_drop
-        return valid and has_next(loader._datapipe_iter)
-
-    def _pause(self) -> None:
-        """Pause: `next` raises StopIteration until `resume`."""
-        self.dataloader._pause()
-
-    def resume(self) -> None:
-        """Go on after a pause. A limit counts from 0 again."""
-        self.dataloader._resume()
-        self.limit_counter = None if self.limit_threshold is None else 0
-
-    def limit(self, num_batches: int | None) -> None:
-        """Pause after this number of items, now and after each `resume`.
-
-        Args:
-            num_batches: from 1; None removes the limit.
-        """
-        self.limit_counter = None if num_batches is None else 0
-        self.limit_threshold = num_batches
-        self.dataloader._limit(num_batches)
-
-    def __getattr__(self, name: str) -> Any:
-        source = None if name.startswith("__") else vars(self)["dataloader"]._datapipe_iter
-        if source is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(source, name)
-
-
-class DataLoader2(Generic[T_co]):
+class DataLoader2(RunMethods, Generic[T_co]):
     """Reads a graph of datapipes.
 
     The graph and the reading service are cloned by pickle, so that the caller's stay as they are; with lambdas only if
@@ -191,14 +117,16 @@ class DataLoader2(Generic[T_co]):
         self._read_by = ""  # describes the reader of the epoch that the position is in
         self._shuffle_seeds: list[int] | None = None  # of that epoch, if no service has set them
         self._with_threads: list[Any] = []  # the parts that `shutdown` ends: not every service does
+        self._statistics = GraphStatistics()
         self._adapt()
         self._terminated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_beginning_or_ending": None, "_reading": None}
+        return {**vars(self), "_beginning_or_ending": None, "_reading": None, "_statistics": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._statistics = GraphStatistics()
         self._make_locks()
 
     def _make_locks(self) -> None:
@@ -258,6 +186,7 @@ class DataLoader2(Generic[T_co]):
             self._seed_generator.seed(self._seed)
             self._reset_seed = False
         self._initial_seed_generator = clone(self._seed_generator)
+        self._statistics.begin_epoch()
         try:
             self._datapipe_iter = iter(self._prepare(datapipe, resume_at))
         except BaseException:
@@ -276,6 +205,7 @@ class DataLoader2(Generic[T_co]):
             datapipe = await_parts(datapipe)
             self.datapipe = datapipe = datapipe if service is None else self._initialize(service, datapipe)
             self._with_threads = with_threads(datapipe)
+            self._watch(datapipe)
             self._adapted = True
         if service is None:
             seeds = fix_shuffle_seeds(
@@ -313,7 +243,7 @@ class DataLoader2(Generic[T_co]):
                 raise StopIteration
             while self._to_drop:
                 self._drop_one(self._datapipe_iter)
-            item = next(self._datapipe_iter)
+            item = self._statistics.read_next(self._datapipe_iter)
         except PauseIteration:
             raise
         except StopIteration:
@@ -325,7 +255,7 @@ class DataLoader2(Generic[T_co]):
             raise
         except Exception:
             if reader == self.valid_iterator_id:
-                self.shutdown()
+                self._end_reading()
             raise
         except BaseException:
             # Ctrl-C: the user may go on with the same iterator. Its generators are over, so the epoch begins again
@@ -370,7 +300,17 @@ class DataLoader2(Generic[T_co]):
             end_soon(_end, source, self.reading_service, self._with_threads)
 
     def shutdown(self) -> None:
-        """End the epoch, and the processes and threads that read for it; wait for them. Idempotent."""
+        """End the epoch, the processes and threads that read for it, and the trace; wait for them. Idempotent.
+
+        Raises:
+            OSError: the trace cannot be written.
+        """
+        try:
+            self._end_reading()
+        finally:
+            finish_trace(self._statistics)
+
+    def _end_reading(self) -> None:
         with self._beginning_or_ending:
             if self._terminated:
                 return
@@ -500,6 +440,7 @@ def _renew_locks() -> None:
     # Those that a thread of the parent held at the fork would never be free.
     for each in list(_loaders):
         each._make_locks()
+        each._statistics.renew_lock()
 
 
 def _end(source: list[Any], service: ReadingServiceInterface | None, parts: list[Any]) -> None:

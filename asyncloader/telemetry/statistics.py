@@ -274,13 +274,16 @@ class Statistics(LoaderFigures):
         """`blocks` as copies in arrays."""
         with self._lock:
             workers = {worker: each.total() for worker, each in sorted(self._workers.items())}
+        return {-1: self._main_block(), **workers}
+
+    def _main_block(self) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """A copy of what this process has counted for the loader."""
         self.recorder.count_noted()
-        return {-1: np.array(self.recorder.block), **workers}
+        return np.array(self.recorder.block)
 
     def _totals(self, left_out: Mapping[str, float]) -> _Totals:
-        self.recorder.count_noted()
+        block = self._main_block()
         with self._lock:
-            block = np.array(self.recorder.block)
             for each in self._workers.values():
                 block += each.total()
             nodes = {

@@ -31,6 +31,7 @@ from asyncloader.tracing.chrome import (
     TraceEvents,
     trace_of,
 )
+from asyncloader.tracing.spans import with_seq
 from asyncloader.tracing.trace_file import write
 
 if TYPE_CHECKING:
@@ -107,13 +108,25 @@ class Recording:
         """Record that a task was given to a worker, from `began` until now. In the loop's thread."""
         self._append(AssignedRecord("assigned", began, perf_counter(), run, seq, worker))
 
-    def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer) -> None:
-        """Record that a worker's batch has arrived. In the loop's thread."""
-        result = answer.result
+    def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer, seq: int | None = None) -> None:
+        """Record that a worker's batch has arrived. In the loop's thread.
+
+        Args:
+            run: number of the iterator.
+            worker: its number.
+            process: it.
+            answer: has the batch.
+            seq: number of the batch, if it is another than the worker was given.
+        """
+        result, packed = answer.result, answer.spans
+        if seq is None:
+            seq = result.seq
+        else:
+            packed = with_seq(packed, seq)
         batch = result.sent, result.busy, result.samples, result.nbytes
-        spans = answer.spans, result.epoch, len(answer.records)
+        spans = packed, result.epoch, len(answer.records)
         source = Source(worker, process.place, process.node)
-        self._append(MadeRecord("made", answer.arrived, run, result.seq, source, *batch, *spans))
+        self._append(MadeRecord("made", answer.arrived, run, seq, source, *batch, *spans))
         self._span_bytes += len(answer.spans)
         while len(self._records) > MOST_RECORDS or (self._span_bytes > MOST_SPAN_BYTES and self._records):
             oldest, self._shortened = self._records.popleft(), True

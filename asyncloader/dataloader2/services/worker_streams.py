@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import pickle
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -23,7 +24,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
 from asyncloader.dataloader2.graph._serialization import dumps
-from asyncloader.dataloader2.graph.utils import DataPipe
+from asyncloader.dataloader2.graph.utils import DataPipe, parts_of
 from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dispatcher, EpochOrder
@@ -34,6 +35,9 @@ from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
+
+if TYPE_CHECKING:
+    from asyncloader.dataloader2.graph_statistics import GraphStatistics
 
 
 class Chunk(NamedTuple):
@@ -209,6 +213,11 @@ class Interleaved(IterDataPipe[Any]):
         branches: the dataset of each worker.
         dispatcher: the dispatching process; None: the graph has no such process.
         context: of `multiprocessing`.
+
+    Attributes:
+        method: the start method of the workers.
+        dealt: whether the graph has a dispatching process.
+        parts: the names of the parts that each worker reads.
     """
 
     def __init__(self, branches: list[Branch], dispatcher: Dispatcher | None, context: Any) -> None:
@@ -230,6 +239,21 @@ class Interleaved(IterDataPipe[Any]):
         )
         self._dispatcher = dispatcher
         self._beginning_or_ending = threading.Lock()
+        self._newest: Callable[[], _StreamsInTurn | None] = _no_items
+        self.method = str(context.get_start_method())
+        self.dealt = dispatcher is not None
+        self.parts = names_of(parts_of(branches[0]._datapipe))
+
+    def count_into(self, statistics: GraphStatistics) -> None:
+        """Have these counters join those of the workers' loaders. Call it before the first epoch."""
+        for number, loader in enumerate(self._loaders):
+            loader._asyncloader_state.statistics = statistics.of_worker(number, len(self._loaders))
+
+    @property
+    def ready(self) -> int:
+        """Items that have come from the workers and wait for their turn."""
+        items = self._newest()
+        return 0 if items is None else items.ready
 
     def is_replicable(self) -> bool:
         """Return False: the main process has the workers."""
@@ -237,7 +261,9 @@ class Interleaved(IterDataPipe[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch adds lines to an error that a generator raises.
-        return _StreamsInTurn(self)
+        items = _StreamsInTurn(self)
+        self._newest = weakref.ref(items)
+        return items
 
     def begin(self) -> list[Iterator[Chunk]]:
         """Begin the epoch in all workers."""
@@ -295,6 +321,11 @@ class _StreamsInTurn(Iterator[Any]):
         self._worker = 0  # whose turn it is
 
     @property
+    def ready(self) -> int:
+        """Items that have come and wait for their turn."""
+        return sum(map(len, self._waiting))
+
+    @property
     def _asyncloader_ready(self) -> bool:
         """Whether the next item has arrived, so that `next` does not wait."""
         return bool(self._waiting and self._waiting[self._worker])
@@ -333,6 +364,15 @@ class _StreamsInTurn(Iterator[Any]):
             self._living.discard(worker)
         if failure is not None:
             self._failures[worker] = failure
+
+
+def names_of(parts: Iterable[Any]) -> list[str]:
+    """Return the names of a graph's parts, as torch's `repr` has them."""
+    return [type(each).__name__.removesuffix("IterDataPipe").removesuffix("MapDataPipe") for each in parts]
+
+
+def _no_items() -> None:
+    """No epoch has begun."""
 
 
 def _pass_through(chunk: Any) -> Any:
