@@ -30,6 +30,8 @@ def asyncloader_verify() -> Callable[..., list[Finding]]:
         from asyncloader.verification.verify import verify
 
         if not isinstance(target, str):
+            if "<" in target.__qualname__:  # of a function in a function, or a lambda
+                raise ValueError(f"{target.__qualname__} is not at the top of a module, from which it is imported")
             target = f"{inspect.getfile(target)}:{target.__qualname__}"
         findings = list(verify(target, seed=seed, seconds=seconds))
         if has_problem(findings):

@@ -49,10 +49,12 @@ def import_target(target: str) -> Callable[[], Any]:
     module_name, _, name = target.rpartition(":")
     if not module_name or not name:
         raise CannotVerify(f"{target!r} names no function: give module:make_loader, or file.py:make_loader")
-    folder = Path.cwd()
+    folder, file = Path.cwd(), None
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         folder, module_name = file.parent, file.stem
+        if not file.is_file():
+            raise CannotVerify(f"{target!r}: there is no file {file}")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     kind: Any = torch.utils.data.DataLoader
@@ -72,15 +74,23 @@ def import_target(target: str) -> Callable[[], Any]:
         ) from error
     finally:
         kind.__iter__ = plain
+    other = getattr(found, "__file__", None)
+    if file is not None and (other is None or Path(other).resolve() != file):
+        where = other or "a module of Python itself"
+        raise CannotVerify(f"{target!r}: `import {module_name}` gives {where}, which hides it: rename the file")
     for part in name.split("."):
         if not hasattr(found, part):
             raise CannotVerify(f"{target!r}: {getattr(found, '__name__', found)} has no {part!r}")
         found = getattr(found, part)
     if not callable(found):
         raise CannotVerify(f"{target!r} is a {type(found).__name__}: give a function that returns a loader")
+    try:
+        signature = inspect.signature(found)
+    except (ValueError, TypeError):  # of a function in C
+        raise CannotVerify(f"{target!r} is a built-in: give a function of yours that returns a loader") from None
     needed = [
         each.name
-        for each in inspect.signature(found).parameters.values()
+        for each in signature.parameters.values()
         if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
     ]
     if needed:
@@ -116,6 +126,8 @@ def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[A
             if hasattr(given, "__next__") or hasattr(given, "__anext__")
             else ""
         )
+        if given is None:
+            raise CannotVerify("the function returned None: let it return the loader")
         raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
     if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
         raise CannotVerify("the loader's workers are a service: verify a loader whose workers are processes")

@@ -81,6 +81,8 @@ def place_of(frame: FrameType | None) -> CodeLine | None:
 
 def place_of_error(error: BaseException) -> CodeLine | None:
     """Return the user's innermost line in an error's traceback, also in that of its causes."""
+    if isinstance(error, SyntaxError) and error.filename and error.lineno and rank(error.filename):
+        return CodeLine(error.filename, error.lineno, "<module>")  # no frame is in it
     best: CodeLine | None = None
     level, trace = 0, error.__traceback__
     while trace is not None:

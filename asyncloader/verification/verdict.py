@@ -175,18 +175,20 @@ def broken(name: str, result: dict[str, Any], doing: str) -> Finding | None:
     if error:
         where = place(error["place"]) or line_of_traceback(error["text"])
         lines = error["text"].strip().splitlines()
-        text = f"{error['type']}: {lines[-1] if lines else ''}"
+        last = lines[-1] if lines else ""
+        text = error["type"] if last in ("", error["type"]) else f"{error['type']}: {last}"
         notes = f" ({error['notes'][0]})" if error["notes"] else ""
         return at(
             name, "problem", where, f"{doing} raised {text}{notes}", "the line above raised it", error=error["type"]
         )
+    during = f" while {result['note']}" if result.get("note") else ""
     if "late" in result:
         where = line_of_stacks(result["stacks"])
         if where is None:  # the loader itself, the start of processes, a busy machine
-            text = f"{doing} did not end in time: {result['note']}, and no line of the module was running"
+            text = f"{doing} did not end in time{during}, and no line of the module was running"
             return Finding(name, "note", text, "give more --seconds")
         return at(
-            name, "problem", where, f"{doing} did not end in time: {result['note']}",
+            name, "problem", where, f"{doing} did not end in time{during}",
             "this line was running: a lock of another process, a read without a time limit, or an endless loop",
         )  # fmt: skip
     if "died" in result:
@@ -194,8 +196,8 @@ def broken(name: str, result: dict[str, Any], doing: str) -> Finding | None:
         how = f"was killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
         where = line_of_stacks(result["stacks"]) or place(result.get("line"))
         return at(
-            name, "problem", where, f"{doing}: the process {how} while {result['note']}",
-            "a sample must raise, and not end its process", exitcode=status,
+            name, "problem", where, f"{doing}: the process {how}{during}",
+            "code of a loader must raise, and not end its process", exitcode=status,
         )  # fmt: skip
     return None
 

@@ -22,12 +22,13 @@ import pytest
 import asyncloader
 from asyncloader.__main__ import main
 from asyncloader.commands.findings import Finding
+from asyncloader.verification import verdict
 from asyncloader.verification import verify as verify_module
 from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.junit import as_junit
 from asyncloader.verification.making import CannotVerify, import_target, made
 from asyncloader.verification.plan import LoaderFacts, disturbances
-from asyncloader.verification.runs import _kill_worker
+from asyncloader.verification.runs import _kill_worker, described
 from asyncloader.verification.verify import Verification, verify
 from tests.helpers.running import ROOT
 from tests.integration.verification import awkward, chosen, planted
@@ -179,20 +180,55 @@ def test_a_loader_that_cannot_be_run(
         (f"{AWKWARD}:absent", "has no 'absent'"),
         (f"{AWKWARD}:needs", "needs arguments: root"),
         (f"{AWKWARD}:iterator", "return the loader, not an iterator"),
+        (f"{AWKWARD}:nothing", "returned None: let it return the loader"),
+        ("builtins:dict", "is a built-in: give a function of yours"),
+        ("nowhere.py:make", "there is no file .*nowhere.py"),
+        ("{folder}/random.py:make", "`import random` gives .*random.py, which hides it: rename the file"),
+        ("{folder}/sys.py:make", "`import sys` gives a module of Python itself"),
     ],
 )
-def test_targets_that_make_no_loader(target: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_that_make_no_loader(target: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Are refused with a text that says why."""
+    for name in ("random", "sys"):
+        (tmp_path / f"{name}.py").write_text("make = dict\n")
+    target = target.replace("{folder}", str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "awkward", awkward)
     with pytest.raises(CannotVerify, match=why):
         made(import_target(target), 0)
 
 
+def test_a_module_that_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its line is named, though no frame is in it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "unparsed.py").write_text("def make():\n    return (\n")
+    with pytest.raises(SyntaxError) as caught:
+        import_target(f"{tmp_path}/unparsed.py:make")
+    found = verdict.broken("import", {"raised": described(caught.value)}, "importing the module")
+    assert found is not None
+    assert (found.figures["file"], found.figures["line"]) == (str(tmp_path / "unparsed.py"), 2)
+
+
+def test_a_process_that_ends_while_the_loader_is_made() -> None:
+    """Has noted nothing yet, and the sentence ends before that."""
+    found = verdict.broken("make_loader", {"died": 0, "stacks": "", "note": ""}, "making the loader")
+    assert found is not None
+    assert found.text == "making the loader: the process ended with exit code 0"
+
+
+@pytest.mark.parametrize("name", ["no/a.xml", "."])
+def test_a_report_that_cannot_be_written(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Is refused before anything is run."""
+    assert main(["verify", "nowhere:make", "--junit", str(tmp_path / name)]) == 2
+    assert capsys.readouterr().err.startswith("asyncloader verify: [Errno ")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.thorough
-def test_a_target_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ends the command with a line that says why, and exit code 2."""
-    assert main(["verify", f"{AWKWARD}:absent"]) == 2
+    assert main(["verify", f"{AWKWARD}:absent", "--junit", str(tmp_path / "a.xml")]) == 2
+    assert not list(tmp_path.iterdir())
     told = capsys.readouterr().err
     assert "has no 'absent'" in told
     assert told.count("\n") == 1
