@@ -35,6 +35,11 @@ LOADERS = {
     "by_length": "asyncloader",
 }
 
+TRUE = {"hf_shuffled_stream": "IndexError: list index out of range"}
+"""Problems that are no false alarms: no loader can have datasets 5.2 load the state of a worker's share of a shuffled
+stream.
+"""
+
 Verify = Callable[[str], list[Finding]]
 
 
@@ -61,7 +66,8 @@ def test_no_problem_is_found(name: str, verified: Verify) -> None:
     if importlib.util.find_spec(LOADERS[name]) is None:
         pytest.skip(f"{LOADERS[name]} is not installed: make test-integrations")
     found = verified(name)
-    assert [each for each in found if each.state == "problem"] == [], found
+    problems = [each for each in found if each.state == "problem"]
+    assert [each for each in problems if name not in TRUE or TRUE[name] not in each.text] == [], found
     assert next(each for each in found if each.name == "undisturbed run").figures["batches"] > 1, found
 
 
