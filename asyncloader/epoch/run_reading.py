@@ -42,6 +42,7 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         prefetch_factor=config.prefetch_factor if config.auto_prefetch is None else config.auto_prefetch.number,
         batch_size=size if isinstance(size, int) and size > 0 else 1,
         iterable=config.iterable,
+        streams=config.loader_streams,
         asynchronous=config.concurrent and not config.fetch_threads,
         threads=config.fetch_threads,
         concurrency=config.concurrency if config.auto_concurrency is None else config.auto_concurrency.number,

@@ -132,10 +132,11 @@ def _changed(now: _Setting, to: _Setting) -> dict[str, Any]:
 def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
     """Settings that give the same batches, in the same order unless `any_order`; those that use less come first."""
     workers = [run.workers]
-    if any_order or not run.iterable:
+    if any_order or not run.iterable or run.streams is not None:
         # The samples of a stream that are awaited come one after the other, too.
         waits = run.computing_share < 0.6 and (run.iterable or not (run.asynchronous or run.threads))
         most = max(run.cpus, MOST_WAITING_WORKERS) if waits else run.cpus
+        most = most if run.streams is None else min(most, run.streams)  # further workers would serve none
         least = 1 if run.held_up else 0  # this process would be no quicker at making batches
         workers = sorted(
             {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}

@@ -259,6 +259,12 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
         {},
         "num_workers=16 would make it up to 6.4 times as fast, if the stream has as many parts (shards)",
     ),
+    "a dataset of eight streams that waits": (
+        run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True, streams=8),
+        "fetch",
+        {"num_workers": 8},
+        "workers wait for their reads",
+    ),
     "a stream that computes": (
         run({}, worker(0.095, 9.4, BATCHES), iterable=True, cpus=4),
         "compute",
