@@ -136,7 +136,7 @@ def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
         # The samples of a stream that are awaited come one after the other, too.
         waits = run.computing_share < 0.6 and (run.iterable or not (run.asynchronous or run.threads))
         most = max(run.cpus, MOST_WAITING_WORKERS) if waits else run.cpus
-        most = most if run.streams is None else min(most, run.streams)  # further workers would serve none
+        most = most if run.streams is None else min(most, run.streams)  # a worker serves at least one of them
         least = 1 if run.held_up else 0  # this process would be no quicker at making batches
         workers = sorted(
             {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}

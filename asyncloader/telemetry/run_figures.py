@@ -41,7 +41,7 @@ class Run:
         prefetch_factor: None without workers.
         batch_size: samples in a batch, as far as known.
         iterable: whether the dataset is a stream: then the number of workers is part of its order.
-        streams: `loader_streams` of such a dataset, whose order does not depend on the workers; None: it has none.
+        streams: `loader_streams` of the dataset: then its order does not depend on the workers. None: not given.
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
         threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
         concurrency: see there.

@@ -41,16 +41,16 @@ class WorkerRecording(Recording):
         return seq * self._workers + self._number
 
     def assigned(self, run: int, seq: int, worker: int, began: float) -> None:  # noqa: ARG002 - it is worker 0
-        """As of `Recording`."""
+        """Record that the worker was given a task."""
         self._whole.assigned(run, self._numbered(seq), self._number, began)
 
     def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer, seq: int | None = None) -> None:  # noqa: ARG002
-        """As of `Recording`."""
+        """Record that a batch has arrived from the worker."""
         number = answer.result.seq if seq is None else seq
         self._whole.made(run, self._number, process, answer, self._numbered(number))
 
     def ordered(self, run: int, seq: int) -> None:
-        """As of `Recording`."""
+        """Record that the turn of a batch has come."""
         self._whole.ordered(run, self._numbered(seq))
 
     def delivered(
@@ -64,25 +64,25 @@ class WorkerRecording(Recording):
         slot: int,
         copies: int,
     ) -> None:
-        """As of `Recording`."""
+        """Record that the graph has taken a batch."""
         copied, self._copies = copies > self._copies, copies
         all_copies = self._whole._copies + copied
         self._whole.delivered(run, self._numbered(seq), self._number, begin, taken, ring, slot, all_copies)
 
     def stage(self, name: str, seconds: float) -> None:
-        """As of `Recording`."""
+        """Record a span that ends now, of the process that reads the graph."""
         self._whole.stage(name, seconds)
 
     def event(self, name: str, worker: int | None = None, **figures: Any) -> None:
-        """As of `Recording`."""
+        """Record an event, of the worker or of its loader."""
         if "batch" in figures:
             figures["batch"] = self._numbered(figures["batch"])
         self._whole.event(name, None if worker is None else self._number, **figures)
 
     def died(self, worker: int, death: WorkerDied, *, left: bool, lost: bool) -> None:  # noqa: ARG002
-        """As of `Recording`."""
+        """Record the death of the worker."""
         self._whole.died(self._number, death, left=left, lost=lost)
 
     def timed_out(self, report: str) -> str:
-        """As of `Recording`."""
+        """Record that the consumer gets a time-out. Returns a line about the file that was written; may be empty."""
         return self._whole.timed_out(report)
