@@ -243,7 +243,13 @@ class DataLoader2(RunMethods, Generic[T_co]):
                 raise StopIteration
             while self._to_drop:
                 self._drop_one(self._datapipe_iter)
-            item = self._statistics.read_next(self._datapipe_iter)
+            statistics = self._statistics
+            began, computed = statistics.begin_item()
+            try:
+                item = next(self._datapipe_iter)
+            finally:
+                statistics.waiting_since = None
+            statistics.end_item(began, computed)
         except PauseIteration:
             raise
         except StopIteration:

@@ -64,19 +64,16 @@ class GraphStatistics(Statistics):
         self._begun = self.begin()
         self._fresh, self._before_epoch = True, self.batches
 
-    def read_next(self, items: Any) -> Any:
-        """Return the next item of the graph's iterator, and count it.
-
-        Raises:
-            Exception: the iterator's, StopIteration included.
+    def begin_item(self) -> tuple[float, float | None]:
+        """Return when the wait for an item begins, and, of some items, the thread's CPU time. The caller resets
+        `waiting_since`.
         """
         self.waiting_since = began = perf_counter()
         # Without workers: how much of the time of an item is computing.
-        computed = thread_time() if began >= self._measure_at else None
-        try:
-            item = next(items)
-        finally:
-            self.waiting_since = None
+        return began, thread_time() if began >= self._measure_at else None
+
+    def end_item(self, began: float, computed: float | None) -> None:
+        """Count an item. Takes the values of `begin_item`."""
         now = perf_counter()
         # As `batch`, with what an item has, and in less time: an item may be a single number.
         waited, passed = now - began, now - self._mark
@@ -93,7 +90,6 @@ class GraphStatistics(Statistics):
             self.first_batch(self._begun)
         if not self._of_workers:  # which count and trace what they do
             self._made_here(waited, passed, now, computed)
-        return item
 
     def _made_here(self, waited: float, passed: float, now: float, computed: float | None) -> None:
         """Count and trace an item that this process has made."""

@@ -104,7 +104,7 @@ class Consumer:
         self._statistics = statistics
         self._config = config
         self._quarantine = quarantine
-        self.notices: deque[Notice | CopyBegun | Resized] = deque()
+        self._notices: deque[Notice | CopyBegun | Resized] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
@@ -117,14 +117,14 @@ class Consumer:
         self._short = 0  # indices that must be taken besides, because there are more workers
         self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
-        self.scheduler = make_scheduler(config, progress.next_worker)
+        self._scheduler = make_scheduler(config, progress.next_worker)
         # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._torch_iter = weakref.ref(torch_iter)
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
         self._first = True
         self.delivery = Delivery()
-        self.opener = Opener(statistics)
+        self._opener = Opener(statistics)
         self._pins = torch_iter._pin_memory
         self._pin_device = torch_iter._pin_memory_device
         self._transfer = transfer
@@ -189,10 +189,12 @@ class Consumer:
             from asyncloader.delivery.device_stage import DeviceStage  # late: few loaders have a device
 
             ahead = self._config.device_prefetch
-            self._stage = DeviceStage(self.opener, self._transfer, self._statistics, put_from_thread, ahead)
+            self._stage = DeviceStage(self._opener, self._transfer, self._statistics, put_from_thread, ahead)
             sink = self._stage.put
         elif self._pins:
-            self._stage = PinStage(self.opener, torch_pin(self._pin_device), self._statistics.recorder, put_from_thread)
+            self._stage = PinStage(
+                self._opener, torch_pin(self._pin_device), self._statistics.recorder, put_from_thread
+            )
             sink = self._stage.put
         # A stage frees slots by itself, in its own thread.
         pool.held.wanted = self._stage is None
@@ -200,7 +202,7 @@ class Consumer:
         count, tuning = self._tuned(pool)
         pipeline = Pipeline(
             pool,
-            self.scheduler,
+            self._scheduler,
             sink,
             indices,
             self._progress.ends,
@@ -215,7 +217,7 @@ class Consumer:
             statistics=self._statistics,
         )
         # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.
-        self.notices = pipeline.notices
+        self._notices = pipeline.notices
         return pipeline
 
     def _tuned(self, pool: WorkerPool) -> tuple[WorkerCount | None, EpochTuning | None]:
@@ -273,12 +275,12 @@ class Consumer:
     def opening_blocks(self, item: Deliver) -> bool:
         """Whether `open` would copy too many bytes for an event loop to wait for it."""
         outcome = item.outcome
-        return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self.opener.will_copy(outcome)
+        return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self._opener.will_copy(outcome)
 
     def open(self, outcome: Any) -> Any:
         """The batch; `NO_BATCH` for outcomes without one, which `deliver` resolves."""
         if isinstance(outcome, Answer):
-            return self.opener.open(outcome)
+            return self._opener.open(outcome)
         if isinstance(outcome, OnDevice):
             return cast("DeviceStage", self._stage).take(outcome)
         return outcome.batch if isinstance(outcome, Pinned) else NO_BATCH
@@ -287,7 +289,7 @@ class Consumer:
         self,
         item: Deliver,
         waited: float,
-        advance: Callable[[tuple[int, Any]], None],
+        advance: Callable[[int, Any], None],
         opened: Callable[[], Any] | None = None,
     ) -> Any:
         """The batch for the user, or `NO_BATCH`.
@@ -300,8 +302,7 @@ class Consumer:
         Args:
             item: the pipeline's item.
             waited: seconds that the user waited for it.
-            advance: `Pipeline.advance`, which gets the item's number and a plain sampler's next index; or appends both
-                to `Pipeline.deliveries`.
+            advance: `Pipeline.advance`: reports that the item was taken, and a plain sampler's next index.
             opened: returns the batch, if it was opened already.
 
         Raises:
@@ -322,7 +323,7 @@ class Consumer:
                 self._advance(delivery)
             # Before the statistics and the position are updated, so that the worker has its next task early. If Ctrl-C
             # comes between these two lines, the call is repeated, and `Pipeline.advance` ignores the repetition.
-            advance((item.seq, self._with_extra(delivery.offer) if self._extra else delivery.offer))
+            advance(item.seq, self._with_extra(delivery.offer) if self._extra else delivery.offer)
             delivery.reached, self._extra = _ADVANCED, ()
         if delivery.error is None and delivery.reached < _DONE:
             self._count(delivery, item, item.outcome, waited)
@@ -340,7 +341,7 @@ class Consumer:
     def _failed(self, item: Deliver) -> None:
         # A copy, because the loop's thread may add to it now. They are not taken out: `drain_notices` counts and
         # reports them.
-        for notice in list(self.notices):
+        for notice in list(self._notices):
             if isinstance(notice, CopyBegun):  # it came while this item was waited for, and the state needs it
                 self._progress.begun(notice.copy, notice.cursor)
         self._progress.failed(item.seq, item.copy, getattr(item.outcome, "cursor", None))
@@ -351,7 +352,7 @@ class Consumer:
         if delivery.item is not item or delivery.reached < _OPENED:
             # No batch was built, or Ctrl-C interrupted that: the slot still belongs to the answer.
             if isinstance(outcome, Answer):
-                self.opener.forget(outcome)
+                self._opener.forget(outcome)
             discard(item)
         elif delivery.reached == _OPENED and isinstance(outcome, Answer):
             # Ctrl-C came between the batch and the release of its descriptors.
@@ -362,7 +363,7 @@ class Consumer:
         # Kept in the delivery: a repeated call closes only the descriptors that the interrupted call left.
         if delivery.descriptors is None:
             delivery.descriptors = [] if answer.fd is None else [answer.fd]
-        self.opener.release(answer, delivery.descriptors)
+        self._opener.release(answer, delivery.descriptors)
 
     def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
         # With `opened`, the thread that opened the batch has released its answer.
@@ -376,9 +377,9 @@ class Consumer:
                     if delivery.reached == _OPENING:
                         # Ctrl-C struck while the batch was built, perhaps after its slot was lent. That lease is
                         # undone, and the batch built again.
-                        self.opener.forget(answer)
+                        self._opener.forget(answer)
                     delivery.reached = _OPENING
-                    batch, held = self.opener.build(answer)
+                    batch, held = self._opener.build(answer)
                     # A batch that views its slot has nothing to release: the slot is freed with the batch's last
                     # tensor.
                     delivery.batch, delivery.reached = batch, _OPENED if held is None else _RELEASED
@@ -441,7 +442,7 @@ class Consumer:
                 self._first = False
                 self._statistics.first_batch(self._begun)
             result = outcome.result
-            self._statistics.prefetch_depth = self.scheduler.credits
+            self._statistics.prefetch_depth = self._scheduler.credits
             if (trace := self._statistics.trace) is not None:
                 ring = outcome.ring if isinstance(outcome, Answer) else None
                 begin, copies = self._arrived - waited, self._statistics.ring_copies
@@ -502,8 +503,8 @@ class Consumer:
         """Process notices about workers. Call it before taking a batch: the user may have turned warnings into errors,
         and no batch may be lost to one.
         """
-        while self.notices:
-            notice = self.notices.popleft()
+        while self._notices:
+            notice = self._notices.popleft()
             if isinstance(notice, CopyBegun):
                 self._progress.begun(notice.copy, notice.cursor)
                 continue
@@ -521,7 +522,7 @@ class Consumer:
             if notice.warning:
                 warnings.warn(notice.warning, RuntimeWarning, stacklevel=4)
         # Taken out before it is raised, so that it is raised once.
-        warning, self.opener.warning = self.opener.warning, None
+        warning, self._opener.warning = self._opener.warning, None
         if warning is not None:
             raise warning
 

@@ -12,6 +12,7 @@ passes on the sampler's next index (a plain sampler is advanced in the consumer'
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from itertools import starmap
@@ -19,11 +20,11 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.epoch.late_tasks import LateTasks
-from asyncloader.epoch.respawn import Request, WorkerRespawner, log_replacement
+from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.timeout_report import report
-from asyncloader.errors import WorkerDied
+from asyncloader.errors import WorkerDied, ending
 from asyncloader.events import (
     ENDED,
     NOTHING,
@@ -63,6 +64,8 @@ if TYPE_CHECKING:
     from asyncloader.epoch.tuning import EpochTuning
     from asyncloader.epoch.worker_count import WorkerCount
     from asyncloader.remote.assignment import Reply, ShardAssigner
+
+_log = logging.getLogger("asyncloader")
 
 
 class CopyBegun(NamedTuple):
@@ -131,9 +134,6 @@ class Pipeline(Listener):
         self._source_error: Exception | None = None
         self._closed = False
         self._advanced: int | None = None  # the last delivery that was taken
-        self.deliveries: deque[tuple[int, Any]] = deque()
-        """Arguments of `advance` that a consumer in another thread has appended for `catch_up`, which an answer calls,
-        too. Before the consumer waits for a batch, it must have the loop call that."""
         self._respawner = respawner
         self._loss = loss
         self._replays = replays
@@ -193,33 +193,25 @@ class Pipeline(Listener):
                 self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
             self._tuning.start()
 
-    def advance(self, delivery: tuple[int, Any]) -> None:
-        """Take note of a delivered batch's number and the sampler's next index, `ENDED` or `NOTHING`. Idempotent."""
-        self.deliveries.append(delivery)
-        self.catch_up()
-
-    def catch_up(self) -> None:
-        """`advance` with all `deliveries`."""
-        deliveries = self.deliveries
-        while deliveries:
-            seq, offer = deliveries.popleft()
-            if self._closed or seq == self._advanced:
-                continue
-            self._advanced = seq
-            if offer is not NOTHING:
-                self._offers += offer if offer.__class__ is MoreOffers else (offer,)
-            try:
-                self._carry_out(self._scheduler.delivered(seq))
-                if self._tuning is not None:
-                    self._tuning.delivered()
-                if self._late_tasks is not None:
-                    self._mind_late()
-                if self._offers and self._allowed:
-                    # Indices that were requested earlier, when the sampler had not given them yet: no new request names
-                    # them.
-                    self._offer()
-            except Exception as error:
-                self._fail(error)
+    def advance(self, seq: int, offer: Any) -> None:
+        """Take note that `seq` was delivered, and of the sampler's `offer` (or `ENDED`, `NOTHING`). Idempotent."""
+        if self._closed or seq == self._advanced:
+            return
+        self._advanced = seq
+        if offer is not NOTHING:
+            self._offers += offer if offer.__class__ is MoreOffers else (offer,)
+        try:
+            self._carry_out(self._scheduler.delivered(seq))
+            if self._tuning is not None:
+                self._tuning.delivered()
+            if self._late_tasks is not None:
+                self._mind_late()
+            if self._offers and self._allowed:
+                # Indices that were requested earlier, when the sampler had not given them yet: no new request names
+                # them.
+                self._offer()
+        except Exception as error:
+            self._fail(error)
 
     def send_held(self) -> None:
         """Send the tasks that were held back and need not wait any more. See `HeldTasks`."""
@@ -286,8 +278,6 @@ class Pipeline(Listener):
 
     def on_answer(self, worker: int, answer: Answer) -> None:
         """Pass a batch to the scheduler. See `Listener`."""
-        if self.deliveries:
-            self.catch_up()
         if self._scheduler.over:
             answer.discard()  # it was in flight when the epoch failed
             return
@@ -303,9 +293,7 @@ class Pipeline(Listener):
         if self._at_nodes:
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
-            rings = self._pool.rings[worker]
-            if needed := rings.too_small_for(result.nbytes):
-                self._statistics.oversize_batch(result.nbytes, rings.ring_bytes, needed)
+            self._note_oneoff(worker, result.nbytes)
         if answer.cursor is not None:
             self._late_tasks = None  # it changes the state of the dataset's copy that makes it
         self._completed(worker, result.seq, answer)
@@ -323,6 +311,21 @@ class Pipeline(Listener):
             self._send_assignments(self._assigner.answered(worker))
         if self._count is not None:
             self._count.answered(worker)
+
+    def _note_oneoff(self, worker: int, nbytes: int) -> None:
+        """Count a batch that came in memory of its own, if the worker's ring can never hold one of that size."""
+        rings = self._pool.rings[worker]
+        needed = rings.too_small_for(nbytes)
+        if not needed:
+            return
+        if not self._statistics.oversize_batches:
+            _log.warning(
+                "a batch of %s bytes does not fit into a ring of ring_bytes=%s and was given memory of its own, which "
+                "is slower; Tuning(ring_bytes=%d) would hold such batches",
+                *(f"{nbytes:,}", rings.ring_bytes, needed),
+            )
+        self._statistics.oversize_batches += 1
+        self._statistics.ring_needed = max(needed, self._statistics.ring_needed)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
@@ -395,7 +398,13 @@ class Pipeline(Listener):
             warning = f"DataLoader worker {worker} died and was replaced. {self._loss}"
         self.notices.append(Notice(left, warning))
         death, lost = self._deaths.pop(worker)
-        log_replacement(worker, death, left=left, lost=lost)
+        if lost:
+            _log.warning("worker %d goes on elsewhere. %s", worker, death.reason)
+        else:
+            why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
+            reason = f"{why}. {death.reason}".removesuffix(". ") if death.pid else death.reason
+            who = f"pid {death.pid}" if death.pid else "a thread"
+            _log.log(logging.INFO if left else logging.WARNING, "worker %d (%s) is replaced: %s", worker, who, reason)
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
     def _on_made(self, made: WorkerHandle | Exception, request: Request) -> None:

@@ -11,19 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from asyncloader.errors import WorkerDied, ending
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
-
-_log = logging.getLogger("asyncloader")
 
 
 class Request(NamedTuple):
@@ -49,24 +45,6 @@ class Request(NamedTuple):
         starts += [self.start] * (self.worker + 1 - len(starts))
         starts[self.worker] = self.start
         return common._replace(starts=starts, attachment=self.attachment, rng_state=self.rng_state)
-
-
-def log_replacement(worker: int, death: WorkerDied, *, left: bool, lost: bool) -> None:
-    """Log that a worker is replaced.
-
-    Args:
-        worker: its number.
-        death: its end.
-        left: it has ended by itself, as its memory had grown.
-        lost: only the connection has failed.
-    """
-    if lost:
-        _log.warning("worker %d goes on elsewhere. %s", worker, death.reason)
-        return
-    why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
-    reason = f"{why}. {death.reason}".removesuffix(". ") if death.pid else death.reason
-    who = f"pid {death.pid}" if death.pid else "a thread"
-    _log.log(logging.INFO if left else logging.WARNING, "worker %d (%s) is replaced: %s", worker, who, reason)
 
 
 class WorkerRespawner:

@@ -185,8 +185,8 @@ class WorkerIterator(CountedNext):
         # Weak: the loop's thread refers to the respawner, which must not keep the iterator.
         self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
-        self._advance, self._catch_up = self._pipeline.deliveries.append, self._pipeline.catch_up
-        # Queued before any `catch_up`: the bridge keeps the order of the calls.
+        self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
+        # Queued before any `advance`: the bridge keeps the order of the calls.
         self._bridge.call_soon(self._pipeline.start, self._consumer.offers, starts)
         if self._config.awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
@@ -220,9 +220,7 @@ class WorkerIterator(CountedNext):
         if consumer is None:  # another thread has just closed it
             raise LoaderClosed(self._ended or "this iterator has ended")
         while True:
-            # Asked here, which saves a call for most batches.
-            if consumer.notices or consumer.opener.warning is not None:
-                consumer.drain_notices()
+            consumer.drain_notices()
             if self._respawner.requests:
                 self._respawner.work()
             begin = perf_counter()
@@ -252,12 +250,6 @@ class WorkerIterator(CountedNext):
             self._delivering, delivery = consumer, consumer.delivery
             try:
                 batch = consumer.deliver(item, perf_counter() - begin, self._advance)
-                # A wake-up takes longer than the rest where the system gives the loop's thread this CPU, and then the
-                # loop takes the GIL from the consumer's work. While three quarters of the batches that may be
-                # outstanding are ready, it waits: the next tasks are sent together, by one wake-up.
-                scheduler = consumer.scheduler
-                if 4 * len(self._queue) < 3 * scheduler.credits * scheduler.workers:
-                    self._bridge.call_soon(self._catch_up)
             except TooManySkippedSamples as error:
                 self._fail(error)
                 raise
@@ -278,9 +270,6 @@ class WorkerIterator(CountedNext):
         if not self._queue:
             held.awaiting = 1
         try:
-            # Otherwise this thread might wait for a batch whose task was never sent.
-            if (pipeline := self._pipeline) is not None and pipeline.deliveries:
-                self._bridge.call_soon(self._catch_up)
             if held.holding:
                 self._send_held(held)
             self._statistics.waiting_since = begin

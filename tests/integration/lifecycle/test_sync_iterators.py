@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,40 +80,6 @@ def test_exception_in_the_body_frees_the_workers() -> None:
     gc.collect()
     assert deaths.fds
     deaths.wait()
-
-
-def all_ready(batches: Any, number: int) -> None:
-    """Wait until this number of batches is ready at least, and the loop's thread rests."""
-    rests = False
-    while not rests:
-        rests, turn = batches.queue_depth >= number, threading.Event()
-        batches._bridge._loop.call_soon_threadsafe(turn.set)
-        assert turn.wait(PATIENCE_S)
-
-
-def test_the_loop_is_woken_once_for_two_of_four_ready_batches() -> None:
-    """The first is taken without a word to the loop, which the second wakes, to send the tasks of both."""
-    with DataLoader[Any](Numbers(12), num_workers=2, multiprocessing_context="fork") as loader:
-        batches: Any = iter(loader)
-        for _ in range(2):
-            all_ready(batches, 4)
-            next(batches)
-            all_ready(batches, 3)
-            assert len(batches._pipeline.deliveries) == 1
-            next(batches)
-        all_ready(batches, 4)
-        assert not batches._pipeline.deliveries
-        assert firsts(list(batches)) == [100.0 * index for index in range(4, 12)]
-
-
-@pytest.mark.parametrize("options", [{}, {"seed": 1}, {"in_order": False}], ids=str)
-def test_a_consumer_that_waits_has_sent_its_tasks(options: dict[str, Any]) -> None:
-    """Also if no delivery wakes the loop, it learns of them before the consumer waits, and the epoch ends."""
-    loader = DataLoader[Any](Numbers(30), num_workers=2, multiprocessing_context="fork", timeout=PATIENCE_S, **options)
-    with loader:
-        batches: Any = iter(loader)
-        batches._consumer.scheduler = SimpleNamespace(credits=0, workers=2)  # so few that there are enough
-        assert sorted(firsts(list(batches))) == [100.0 * index for index in range(30)]
 
 
 def test_exhaustion_ends_the_workers_before_the_loop_does() -> None:
