@@ -38,6 +38,8 @@ from tests.verdicts.planted import AsyncPlanted, Locked, Planted, nothing, sleep
 BATCH = 8
 LENGTH = 200_000
 NUMBERS = (1, 2, 4, 8, 16, 32)
+FEWEST = 8
+"""Batches that are read at least: two of them make a rate."""
 CHOOSES = None
 """In place of a number: the loader chooses."""
 
@@ -170,14 +172,16 @@ def advice(row: Row, seconds: float) -> str:
 
 
 def read(loader: Loader, row: Row, number: int | None, seconds: float) -> tuple[list[float], str]:
-    """Read for so long from the first batch on. Returns when the batches came since then, and what was chosen."""
+    """Read for so long from the first batch on, and at least `FEWEST` batches. Returns when they came, from the first
+    on, and what was chosen.
+    """
     with ExitStack() as stack:
         batches, chosen = loader.open(row, number, stack)
         came: list[float] = []
         for batch in islice(batches, LENGTH // BATCH):
             row.consume(batch)
             came.append(time.perf_counter())
-            if came[-1] - came[0] > seconds:
+            if came[-1] - came[0] > seconds and len(came) >= FEWEST:
                 break
         words = chosen()
         del batches
