@@ -212,6 +212,14 @@ def copies(dataset: Any, streams: Iterable[int], *, first_is_own: bool) -> dict[
     return made
 
 
+def infos_of(setup: WorkerSetup, datasets: Mapping[int, Any]) -> dict[int, Any]:
+    """Return what `get_worker_info` gives in each stream, from the copies of the dataset by their streams' numbers."""
+    return {
+        stream: make_worker_info(stream, setup.num_workers, setup.base_seed + stream, dataset)
+        for stream, dataset in datasets.items()
+    }
+
+
 class StreamIdentities:
     """Makes a worker process that of one of its streams.
 
@@ -222,10 +230,7 @@ class StreamIdentities:
 
     def __init__(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> None:
         self._base_seed = setup.base_seed
-        self._infos = {
-            stream: make_worker_info(stream, setup.num_workers, setup.base_seed + stream, dataset)
-            for stream, dataset in datasets.items()
-        }
+        self._infos = infos_of(setup, datasets)
         self._exchanges = setup.seeded is None
         self._states: dict[int, RngState] = {}  # of the streams that were present before
         self._seeded: set[int] = set()

@@ -16,10 +16,10 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.fetch.setup import WorkerSetup, make_worker_info, seed_cpu_generators
+from asyncloader.workers.fetch.setup import WorkerSetup, seed_cpu_generators
 from asyncloader.workers.fetch.worker_init import call_worker_init
 from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
-from asyncloader.workers.stream_readers import StreamReaders, copies
+from asyncloader.workers.stream_readers import StreamReaders, copies, infos_of
 from asyncloader.workers.threads.worker_info import answering_with
 
 
@@ -82,10 +82,7 @@ class _InlineIdentities:
 
     def __init__(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> None:
         self._base_seed = setup.base_seed
-        self._infos = {
-            stream: make_worker_info(stream, setup.num_workers, setup.base_seed + stream, dataset)
-            for stream, dataset in datasets.items()
-        }
+        self._infos = infos_of(setup, datasets)
         self._keeps = setup.seeded is None
         self._states: dict[int, RngState | None] = {}
 
