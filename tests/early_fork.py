@@ -30,7 +30,11 @@ from multiprocessing import process as multiprocessing_process
 from pathlib import Path
 from typing import Any, NoReturn
 
-PROGRAMS = ("from multiprocessing.spawn import spawn_main", "from multiprocessing.forkserver import main")
+PROGRAMS = tuple(
+    before + f"from multiprocessing.{module} import"
+    for before in ("", "import sys; ")  # the second from Python 3.14 on
+    for module in ("spawn", "forkserver")
+)
 
 CHANGING = ("PYTEST_", "ASYNCLOADER_", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "XDG_RUNTIME_DIR")
 """The first letters of variables that differ between tests. No import reads them."""
