@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 from .harness import Results
 
@@ -24,11 +25,13 @@ def add(file: Path, part: str, today: str, results: Results) -> tuple[Results, l
         results: today's.
 
     Returns:
-        The rounds of the days that are kept, the oldest first, and their dates. A row that was not measured on one of
-        these days has the rounds of the other.
+        The rounds of the days that are kept, the oldest first, and their dates. A day with other rows than today's is
+        dropped: ratios are of numbers from the same round.
     """
     parts = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    days = {**parts.get(part, {}), today: _packed(results)}
+    measured = _packed(results)
+    days = {day: each for day, each in parts.get(part, {}).items() if _rows(each) == _rows(measured)}
+    days[today] = measured
     parts[part] = {day: days[day] for day in sorted(days)[-MOST_DAYS:]}
     file.write_text(json.dumps(parts, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return read(file, part)
@@ -47,7 +50,12 @@ def read(file: Path, part: str) -> tuple[Results, list[str]]:
     return merged, list(kept)
 
 
-def _packed(results: Results) -> dict[str, object]:
+def _rows(day: dict[str, Any]) -> set[tuple[str, str]]:
+    """The metrics and loaders of a day."""
+    return {(metric, loader) for metric, loader, _ in day["values"]}
+
+
+def _packed(results: Results) -> dict[str, Any]:
     """The fields of `Results`, with lists for the dictionaries that have pairs as keys."""
     fields = dataclasses.asdict(results)
     return {

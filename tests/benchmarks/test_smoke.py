@@ -167,15 +167,17 @@ def test_page_and_picture(tmp_path: Path) -> None:
 
 
 def test_the_page_has_the_rounds_of_two_days(tmp_path: Path) -> None:
-    """A second measurement of a day replaces the first, a third day the oldest, and other parts of the file stay."""
+    """A second measurement of a day replaces the first, a third day the oldest, and one of other rows all days before.
+    Other parts of the file stay.
+    """
     file = tmp_path / "benchmarks.json"
 
-    def add(part: str, day: str, *rates: float) -> tuple[list[float], list[str]]:
+    def add(part: str, day: str, *rates: float, loader: str = TORCH) -> tuple[list[float], list[str]]:
         results = Results(memcpy=list(rates), checksums={("ints", TORCH): "00"})
         for rate in rates:
-            results.add("ints/touch", TORCH, rate)
+            results.add("ints/touch", loader, rate)
         merged, dates = days.add(file, part, day, results)
-        assert merged.memcpy == merged.values["ints/touch", TORCH]
+        assert merged.memcpy == merged.values["ints/touch", loader]
         assert merged.checksums == results.checksums
         return merged.memcpy, dates
 
@@ -184,7 +186,8 @@ def test_the_page_has_the_rounds_of_two_days(tmp_path: Path) -> None:
     assert add("b", "2026-01-01", 4.0) == ([4.0], ["2026-01-01"])
     assert add("a", "2026-01-03", 5.0, 6.0) == ([3.0, 5.0, 6.0], ["2026-01-01", "2026-01-03"])
     assert add("a", "2026-01-04", 7.0) == ([5.0, 6.0, 7.0], ["2026-01-03", "2026-01-04"])
-    assert add("b", "2026-01-04", 8.0) == ([4.0, 8.0], ["2026-01-01", "2026-01-04"])
+    assert add("a", "2026-01-05", 8.0, loader=ASYNC) == ([8.0], ["2026-01-05"])
+    assert add("b", "2026-01-04", 9.0) == ([4.0, 9.0], ["2026-01-01", "2026-01-04"])
 
 
 def test_rows_select_jobs() -> None:
