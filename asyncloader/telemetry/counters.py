@@ -152,9 +152,15 @@ class Recorder:
         # A built-in method: a call of it runs no Python code.
         return self._noted.setdefault(stage, deque()).append
 
-    def count_noted(self) -> None:
-        """Count the times that were noted since the last call. Any thread; call it before `block` is read."""
+    def count_noted(self, least: int = 1) -> None:
+        """Count the times that were noted since the last call. Any thread; call it before `block` is read.
+
+        Args:
+            least: a stage with fewer noted times is left for a later call.
+        """
         for stage, noted in list(self._noted.items()):
+            if len(noted) < least:
+                continue
             seconds: list[float] = []
             with suppress(IndexError):  # another thread counts them, too
                 for _ in range(len(noted)):

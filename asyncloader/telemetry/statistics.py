@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.05  # between two looks at the CPU time
+# Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few there
+# are, as nothing of it is in the CPU's caches.
+_WORTH_COUNTING = 256
 
 
 class Watch(Protocol):
@@ -239,11 +242,13 @@ class Statistics(LoaderFigures):
         return max(0.0, busy - busy_then - own) / max(1e-9, perf_counter() - began)
 
     def _look(self, now: float) -> None:
-        """Count this process's CPU time since the last look, or since `begin`, and the times that were noted."""
+        """Count this process's CPU time since the last look, or since `begin`, and the times that were noted, if they
+        are many.
+        """
         self._look_at = now + _LOOK_S
         used, self._cpu_mark = self._cpu_mark, process_time()
         self.main_cpu_s += self._cpu_mark - used
-        self.recorder.count_noted()
+        self.recorder.count_noted(_WORTH_COUNTING)
         if self.watch is not None:
             self.watch.look(now, self)
 

@@ -42,7 +42,7 @@ from . import sections
 from .harness import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
-TITLE = "## Cases that others publish"
+TITLE = "## A case that others publish"
 LIMIT_S = 900
 
 VARIANTS: dict[str, dict[str, Any]] = {"ours": {}, "ours, workers='threads'": {"workers": "threads"}}
@@ -271,21 +271,18 @@ def table(figures: Figures) -> str:
 
 ABOUT = {
     "images": "LitData's `scripts/bench/bench_cifar10.py --limit 2000 --workers 2`: the second epoch, in which all but "
-    "LitData's chunks are in memory. An epoch takes so little that the start of its workers is most of it.",
+    "LitData's chunks are in memory. An epoch takes so little that the start of its workers is most of it. "
+    "(dataloader-rs publishes `bench/compare_async.py`; it was not run, as its wheels begin at Python 3.13.)",
     "handoff": "SPDL's `examples/benchmark_thread_output_queue.py`: microseconds that `next()` takes at the median, "
     "after work that holds the GIL. SPDL hands over ints of its own thread; ours are made by two workers.",
     "transport": "SPDL's `examples/benchmark_arena_transport.py --num-items 32 --kinds bytes numpy torch`: one process "
     "makes the payloads and one receives them. SPDL's arenas have a place for every item of a pass, ours is a ring.",
 }
-NOT_RUN = "Not run: dataloader-rs's `bench/compare_async.py`, as its wheels begin at Python 3.13."
-
-
-def section(measured: dict[str, Figures], rounds: int, day: str) -> str:
-    """The section of the page."""
-    said = f"Written by `python -m tests.benchmarks.published --save`: the scripts as published and ours take turns, \
+def section(case: str, figures: Figures, rounds: int, day: str) -> str:
+    """The section of the page for one case."""
+    said = f"Written by `python -m tests.benchmarks.published --save`: the script as published and ours take turns, \
 medians of {rounds} rounds, {day}."
-    parts = [f"### {case}\n\n{ABOUT[case]}\n\n{table(figures)}" for case, figures in measured.items()]
-    return "\n\n".join([TITLE, said, *parts, NOT_RUN])
+    return "\n\n".join([f"{TITLE}: {case}", said, ABOUT[case], table(figures)])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -293,14 +290,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--scripts", type=Path, required=True, help="the folder of the published scripts")
     parser.add_argument("--cases", default=",".join(CASES), help="joined by commas (%(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--save", action="store_true", help=f"write the section of {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--save", action="store_true", help=f"write their sections of {PAGE.relative_to(ROOT)}")
     given = parser.parse_args(arguments)
-    measured = {case: measure(case, given.scripts, given.rounds) for case in given.cases.split(",")}
-    for case, figures in measured.items():
+    for case in given.cases.split(","):
+        figures = measure(case, given.scripts, given.rounds)
         print(f"{case}\n\n{table(figures)}\n", flush=True)
-    if given.save:
-        text = section(measured, given.rounds, dt.datetime.now(dt.UTC).date().isoformat())
-        PAGE.write_text(sections.insert(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
+        if given.save:
+            text = section(case, figures, given.rounds, dt.datetime.now(dt.UTC).date().isoformat())
+            PAGE.write_text(sections.insert(PAGE.read_text(encoding="utf-8"), text), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "8 MiB": 1 << 23}
 TOTAL, TOTAL_QUICK = 1 << 30, 1 << 26
 """Bytes of a figure; a sixteenth of it for the smallest batches."""
 LIMIT_S = 100.0
+AHEAD = 8
+"""Batches on the way at a time, where the receiver asks for each."""
 BARE, BARE_TLS, GRPC, FLIGHT, RAY = "bare sockets", "bare sockets, TLS", "gRPC stream", "Arrow Flight", "Ray objects"
 LOCAL, UNIX, TCP, TLS = "asyncloader, local", "asyncloader, unix:", "asyncloader, tcp://", "asyncloader, TLS"
 KINDS = (BARE, BARE_TLS, GRPC, FLIGHT, RAY, LOCAL, UNIX, TCP, TLS)
@@ -155,7 +157,7 @@ def _bare(nbytes: int, number: int, *, tls: bool) -> Figure:
 
 
 def _received(sock: socket.socket, nbytes: int, number: int) -> Iterator[Any]:
-    buffers = [np.empty(nbytes, np.uint8) for _ in range(8)]  # the number of a ring's slots
+    buffers = [np.empty(nbytes, np.uint8) for _ in range(AHEAD)]
     for turn in range(number):
         array = buffers[turn % len(buffers)]
         rest = memoryview(array.data)
@@ -209,7 +211,7 @@ def _flight(nbytes: int, number: int) -> Figure:
 
 
 def _ray(nbytes: int, number: int) -> Figure:
-    """Objects that an actor of another of Ray's nodes on this machine makes, eight on the way at a time."""
+    """Objects that an actor of another of Ray's nodes on this machine makes."""
     ray: Any = importlib.import_module("ray")
     cluster_utils: Any = importlib.import_module("ray.cluster_utils")
     node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 500 << 20}
@@ -228,10 +230,10 @@ def _ray(nbytes: int, number: int) -> Figure:
         maker = ray.remote(num_cpus=0, resources={"other": 1})(Maker).remote()
 
         def received() -> Iterator[Any]:
-            on_the_way = deque(maker.make.remote() for _ in range(8))
+            on_the_way = deque(maker.make.remote() for _ in range(AHEAD))
             for turn in range(number):
                 yield ray.get(on_the_way.popleft())
-                if turn + 8 < number:
+                if turn + AHEAD < number:
                     on_the_way.append(maker.make.remote())
 
         return _checked(received(), nbytes, number)
@@ -264,7 +266,7 @@ def _ours(kind: str, nbytes: int, number: int) -> Figure:
 
 def _read(workers: Any, nbytes: int, number: int) -> Figure:
     with asyncloader.DataLoader[Any, Any](
-        blocks(n=number, nbytes=nbytes), batch_size=None, num_workers=1, seed=1, workers=workers
+        blocks(n=number, nbytes=nbytes), batch_size=None, num_workers=1, prefetch_factor=AHEAD, seed=1, workers=workers
     ) as loader:
         return _checked(iter(loader), nbytes, number)
 
@@ -350,7 +352,8 @@ def section(results: Results, command: str, rounds: int) -> str:
         f"interleaved rounds; ratios are medians of the rounds' ratios. {os.cpu_count()} CPUs. The bare loop has two "
         "processes that "
         "only send and receive. A service has three: a worker that writes the batch, a node that sends it, and the "
-        "loader, which receives it where the consumer reads it, and delivers it."
+        f"loader, which receives it where the consumer reads it, and delivers it. Ray and asyncloader have {AHEAD} "
+        f"batches on the way (`prefetch_factor={AHEAD}`); gRPC and Flight send as much as the connection takes."
     )
     return "\n\n".join([TITLE, about, table(results)])
 

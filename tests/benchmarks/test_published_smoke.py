@@ -74,6 +74,6 @@ def test_rounds_take_turns_and_the_best_is_bold(monkeypatch: pytest.MonkeyPatch)
     assert figures == {"us, 3 ms of work": {"script.py": 3.5, "ours": 3.0}}
     assert published.table(figures).splitlines()[-1] == "| us, 3 ms of work | 4 | **3** |"
     assert "| images/s | **20** | 10 |" in published.table({"images/s": {"ours": 20.0, "torch": 10.0}})
-    section = published.section({"handoff": figures}, 2, "2026-11-26")
-    assert section.startswith(published.TITLE)
+    section = published.section("handoff", figures, 2, "2026-11-26")
+    assert section.startswith(f"{published.TITLE}: handoff\n")
     assert sys.executable not in section
