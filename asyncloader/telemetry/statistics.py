@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.05  # between two looks at the CPU time
-# Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few there
-# are, as nothing of it is in the CPU's caches.
+# Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few
+# there are, as nothing of it is in the CPU's caches.
 _WORTH_COUNTING = 256
 
 

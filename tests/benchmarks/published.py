@@ -278,6 +278,8 @@ ABOUT = {
     "transport": "SPDL's `examples/benchmark_arena_transport.py --num-items 32 --kinds bytes numpy torch`: one process "
     "makes the payloads and one receives them. SPDL's arenas have a place for every item of a pass, ours is a ring.",
 }
+
+
 def section(case: str, figures: Figures, rounds: int, day: str) -> str:
     """The section of the page for one case."""
     said = f"Written by `python -m tests.benchmarks.published --save`: the script as published and ours take turns, \

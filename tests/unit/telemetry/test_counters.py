@@ -38,12 +38,15 @@ def test_quantiles_are_exact_to_a_quarter_of_an_octave(seconds: list[float]) -> 
 
 @given(st.lists(st.floats(-1, 1e7)))
 def test_noted_times_count_as_others(seconds: list[float]) -> None:
-    """Times that are noted and counted later give the block that `time` gives, up to the rounding of the sum."""
+    """Times that are noted and counted later, once they are many, give the block that `time` gives, up to the rounding
+    of the sum.
+    """
     at_once, later = Recorder(), Recorder()
     note = later.note("fetch")
     for each in seconds:
         at_once.time("fetch", each)
         note(each)
+    later.count_noted(len(seconds) + 1)
     assert not any(later.block)
     for _ in range(2):  # the second time nothing is left to count
         later.count_noted()
