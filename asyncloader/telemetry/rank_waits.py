@@ -3,7 +3,7 @@
 Data path: statistics -> [rank_waits] -> ranks.watch -> explain, log.
 
 Each rank measures itself (`WaitWindow`): the share of the last 15 to 30 seconds that its consumer waited, quantiles of
-these waits, and the stage that took most of the time meanwhile. `compare` puts the ranks in the order of their shares.
+these waits, and the stage that took most of that time. `compare` puts the ranks in the order of their shares.
 Those above the first clear gap starve: a rank behind the gap waits at least twice as long as the rank before it, and
 at least 5 % of the time longer. If the shares have no such gap, no rank stands out.
 """

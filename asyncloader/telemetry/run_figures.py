@@ -100,7 +100,7 @@ class Run:
         return replace(self, **changed, blocks=blocks, epochs=1)
 
     def longer(self, times: int) -> Self:
-        """The figures of a run with so many times the batches, and the same starts of workers."""
+        """Return the figures of a run with this many times the batches, and the same starts of workers."""
         summed = ("batches", "main_cpu_s", "ring_copies", "oversize", "retirements", "busy_s")
         changed = {name: getattr(self, name) * times for name in summed}
         for name in ("elapsed_s", "wait_s"):

@@ -2,9 +2,9 @@
 
 Data path: statistics -> diagnosis -> [trials: proposals of one setting] -> the setting.
 
-What is worth trying is said by subclasses, one for each setting. A change is kept only if it shows:
+Subclasses, one for each setting, propose values to try. A change is kept only if its gain shows:
 
-    CONTROL   two windows or more with the same value: what they differ by is noise (an A/A comparison)
+    CONTROL   two windows or more with the same value: their differences are noise (an A/A comparison)
     TRIAL     two to eight windows with the other value, behind one that is left out while the change takes effect
     accept    a change that must gain: the gain exceeds 5 %, and what the noise within control and trial can explain
               a change that saves something: the loss does not
@@ -144,7 +144,7 @@ class Tuner:
         self._skips = True
 
     def begin(self) -> None:
-        """What was measured before is no control any more: another setting may have changed since."""
+        """Forget the measurements so far, which are no control any more: another setting may have changed since."""
         self._control, self._skips = [], True
 
     def failed(self, reason: str, most: int) -> Decision | None:
@@ -184,7 +184,7 @@ class Tuner:
         raise NotImplementedError
 
     def _cut(self, window: Measured) -> Decision:
-        """A lower value without a trial: there is no room for this one."""
+        """Lower the value without a trial: there is no room for it."""
         reason = f"{window.limit} allow {window.most} at most"
         self._go_to(window.most)
         self._before = window.most
@@ -245,7 +245,7 @@ class Tuner:
             else:
                 self._up = rest
         self._phase, self._before = "control", self.value
-        # What the trial has measured is the control of the next one.
+        # The trial's measurements are the control of the next trial.
         self._control, self._trial = self._trial, []
         return Decision(self.value, kept=True, reason=words)
 
