@@ -238,7 +238,9 @@ class LoaderClosed(LoaderError, RuntimeError):
 
 
 class RanksDisagree(LoaderError, RuntimeError):
-    """The ranks' epochs differ in length and `on_uneven` forbids that; or another rank failed or left."""
+    """The ranks' epochs differ in length and `on_uneven` forbids that; their shards or options differ; or another rank
+    failed or left.
+    """
 
 
 class StateError(LoaderError, ValueError):

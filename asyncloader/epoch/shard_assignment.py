@@ -44,6 +44,7 @@ async def open_assignment(
     if not config.assigns_shards:
         return None, starts
     from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
+    from asyncloader.remote.shard_list import list_in_words
 
     dataset, here, workers = config.dataset, config.topology, len(starts)
     saved = progress.saved_assignment
@@ -63,6 +64,8 @@ async def open_assignment(
         shuffle=getattr(dataset, "shuffle_buffer", 0),
     )
     progress.assignment = assignments
+    if progress.agreement is not None:
+        progress.agreement.reads = list_in_words(dataset.shard_urls)
     return assignments, [
         start._replace(stream_key=stream_key(key, here.rank, workers, worker)) for worker, start in enumerate(starts)
     ]

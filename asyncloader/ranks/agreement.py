@@ -6,7 +6,7 @@ shards that the ranks share; the ranks of a map dataset know their equal counts.
 A rank that runs out of batches while the others continue would leave them waiting for ever in their next collective. So
 the ranks agree on each step before it is delivered: one small all-reduce, on a gloo group of the loader's own (never
 the trainer's), in a separate thread, as far ahead as batches are ready. If every rank knows its number of batches, a
-single reduction at the beginning of the epoch is enough.
+single reduction at the beginning of the epoch is enough. Ranks that share shards also compare these there.
 
 All ranks take part in the same reductions in the same order, so each sees the same results. A rank that leaves an epoch
 early makes a last reduction that says so. The epochs of a loader are strictly ordered: an epoch's first reduction is
@@ -19,22 +19,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 import queue
 import sys
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
 from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
+from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.live_objects import LiveObjects
+
+_T = TypeVar("_T")
 
 _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
+_TEXT_BYTES = 512
 _NO_RANK = 1 << 31
 
 _EXIT_SECONDS = 2.0
@@ -61,9 +69,13 @@ class Agreement:
         group: from `make_group`.
         count: number of batches of this rank; None if unknown.
         uneven_is_error: whether to raise if the ranks' epochs differ in length, instead of ending with the shortest.
+        compares: whether the ranks share what they read, which must then be the same: see `reads`. The same on all.
     """
 
-    def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool) -> None:
+    def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool, compares: bool = False) -> None:
+        self.reads: str | None = None
+        """What the ranks share, as this rank sees it, in words. To be set before its first step; None: not known."""
+        self._compares = compares
         self._group = group
         self._count = count
         self._error = uneven_is_error
@@ -196,6 +208,8 @@ class Agreement:
         for agreement in reversed(earlier):
             agreement._make_way()
         least, most = self._reduce(_UNKNOWN if self._count is None else self._count)
+        if self._compares:
+            self._compare()
         if least == _UNKNOWN:
             return
         self._limit = least
@@ -227,6 +241,37 @@ class Agreement:
                     "(on_uneven='error'); give them equal shares, or use on_uneven='drop'"
                 )
 
+    def _compare(self) -> None:
+        """Compare what the ranks read. All ranks must call it, also those that do not know it.
+
+        Raises:
+            RanksDisagree: it differs.
+        """
+        mine = _UNKNOWN
+        if self.reads is not None:
+            mine = int.from_bytes(
+                hashlib.blake2b(self.reads.encode(errors="replace"), digest_size=7).digest(), "little"
+            )
+        least, most = self._reduce(mine)
+        if least in (most, _UNKNOWN):
+            return
+        self._over = True
+        ranks = sorted(self._first_rank(mine == each) for each in (least, most))
+        first, second = map(self._text_of, ranks)
+        raise RanksDisagree(
+            f"rank {ranks[1]} reads {second}, but rank {ranks[0]} reads {first}: the ranks share the samples of one "
+            "dataset, so give all of them the same. Ranks that each have a dataset of their own need group="
+        )
+
+    def _text_of(self, rank: int) -> str:
+        """Return what this rank reads. All ranks must call it."""
+        words = np.zeros(_TEXT_BYTES // 8, np.int64)
+        if rank == self._group.rank:
+            text = (self.reads or "").encode(errors="replace")[:_TEXT_BYTES]
+            words.view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
+        found = self._together(partial(self._group.total, words))
+        return line_of(found.tobytes().rstrip(b"\0").decode(errors="replace"))
+
     def _first_rank(self, mine: bool) -> int:
         """The first rank that calls this with True. All ranks must call it, whatever their `on_uneven`: those that do
         not would meet the next epoch's reductions.
@@ -234,8 +279,11 @@ class Agreement:
         return self._reduce(self._group.rank if mine else _NO_RANK)[0]
 
     def _reduce(self, number: int) -> tuple[int, int]:
+        return self._together(partial(self._group.reduce, number))
+
+    def _together(self, call: Callable[[], _T]) -> _T:
         try:
-            return self._group.reduce(number)
+            return call()
         except Exception as error:
             self._over = True
             # Ranks that are still connected to this rank must not wait for it.

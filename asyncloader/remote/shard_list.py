@@ -14,6 +14,7 @@ from asyncloader.formats.mds import mds_entry, parse_mds_entry
 from asyncloader.remote.catalog import PlainShards, Shard
 
 _TOGETHER = 10_000  # shards whose names are digested at once
+_COMPARED = 1000
 
 _FORMATS = ("tar", "jsonl", "tfrecord", "mds", "parquet", "custom")
 
@@ -79,6 +80,18 @@ def fingerprint_of(names: Sequence[str], shards: Sequence[Shard]) -> str:
             text = "".join([repr((name, *shard[1:])) for name, shard in pairs])
         digest.update(text.encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def list_in_words(names: Sequence[str]) -> str:
+    """Return a text that tells a list of shards from another list. The folders are left out: a rank may read a copy.
+
+    Of a long list every n-th name counts, so that it takes no time.
+    """
+    files = [name.rpartition("/")[2] for name in (*names[:: 1 + len(names) // _COMPARED], *names[-1:])]
+    if not files:
+        return "no shards"
+    digest = hashlib.blake2b("\n".join(files).encode(errors="surrogatepass"), digest_size=4).hexdigest()
+    return f"{len(names):,} shards from {files[0]!r:.80} to {files[-1]!r:.80} (digest {digest})"
 
 
 def _column(values: Any, length: int | None) -> list[Any]:

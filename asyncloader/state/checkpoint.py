@@ -198,7 +198,7 @@ class StateKeeper:
             steps = _length(spec)
             if steps is not None:
                 steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
-        return Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error")
+        return Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error", compares=assigned)
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         streams = None
