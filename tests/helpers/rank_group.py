@@ -71,9 +71,10 @@ class RankGroup:
         return self.answers()
 
     def ask(self, name: str, *values: Any, **named: Any) -> None:
-        """Send the call without waiting for the results."""
-        for pipe in self._pipes:
-            pipe.send((name, values, named))
+        """Send the call to the ranks that run, without waiting for the results."""
+        for process, pipe in zip(self.processes, self._pipes, strict=True):
+            if process.poll() is None:
+                pipe.send((name, values, named))
 
     def answers(self, *ranks: int) -> list[Any]:
         """Return the next result of these ranks, of all by default. If no rank answers, and they have not used a

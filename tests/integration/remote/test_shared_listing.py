@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from hashlib import sha256
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -16,6 +20,7 @@ import pytest_asyncio
 from tests.helpers.hub import Hub, serving_hub
 from tests.helpers.listing_ranks import COPIES
 from tests.helpers.rank_group import RankGroup
+from tests.helpers.running import PATIENCE_S
 from tests.unit.remote.shards import mds, mds_index, tar
 
 pytestmark = [
@@ -141,8 +146,87 @@ def test_what_another_rank_says_is_checked(two: RankGroup) -> None:
         "piece": (said(packed=len(data) + 1), [data], "a piece of"),
         "cut": (said(packed=len(data) - 3), [data[:-3]], "it has"),
         "pickled": (said(), [b"\x80" * len(data)], "broken"),
+        "missing": (said(), [], "a piece is missing"),
+        "endless rank": (said(rank=1 << 70), [data], "a header that is none"),
     }
+    answer = two("lie", "escapes", json.dumps({"rank": 0, "error": "\x1b[2J" + "long" * 1000}).encode(), [])[1]
+    assert answer.startswith("RanksDisagree: rank 0 could not do what it does for all ranks: ")
+    assert answer.isprintable()
+    assert len(answer) < 2100
     for name, (header, pieces, match) in lies.items():
         answer = two("lie", name, header, pieces)[1]
         assert answer.startswith("RanksDisagree: what another rank has left"), (name, answer)
         assert match in answer, (name, answer)
+
+
+async def test_two_loaders_and_two_epochs(two: RankGroup, hub: Hub) -> None:
+    """Ranks that need two lists in opposite orders do not wait for one another; a second epoch lists nothing."""
+    options = {"endpoint": hub.url}
+    urls = [f"{ROOT}/train/", f"{ROOT}/mds/"]
+    assert await asyncio.to_thread(two, "orders", urls, storage_options=options) == [[36] * 4] * 2
+    assert listings(hub) == (3 + 1, 2)
+    found = await asyncio.to_thread(two, "epochs", urls[0], storage_options=options)
+    assert [sorted(one + other) for one, other in zip(*found, strict=True)] == [[*range(36)]] * 2
+    assert listings(hub) == (3 + 1 + 3, 3)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "mixture"])
+async def test_ranks_with_other_shards(two: RankGroup, hub: Hub, kind: str) -> None:
+    """Each has an error, which says which rank has what."""
+    urls = [f"{ROOT}/train/", f"{ROOT}/mds/"]
+    found = await asyncio.to_thread(two, "listed", kind, urls, storage_options={"endpoint": hub.url})
+    for text in found:
+        assert re.search(r"rank 1 has urls=\['.*/mds/.* and rank 0 has urls=\['.*/train/", text), text
+
+
+async def test_ranks_that_share_other_shards(two: RankGroup, hub: Hub) -> None:
+    """Each would read its half of another list."""
+    urls = [f"{ROOT}/train/", f"{ROOT}/mds/"]
+    found = await asyncio.to_thread(two, "listed", "stream", urls, storage_options={"endpoint": hub.url})
+    mine, theirs = "6 shards from 'part-0.tar' to 'part-5.tar'", "6 shards from 'shard.00000.mds' to 'shard.00005.mds'"
+    for text in found:
+        assert f"RanksDisagree: rank 1 reads {theirs}" in text
+        assert f"but rank 0 reads {mine}" in text
+
+
+def test_a_list_that_is_too_large_for_the_store(two: RankGroup) -> None:
+    """Each rank makes its own."""
+    for each in two("once", "limit", {0: "large", 1: "large"}, most=1000):
+        assert each == [sha256(Random(7).randbytes((3 << 20) + 5)).hexdigest(), 1]
+
+
+def test_a_rank_that_falls_silent(tmp_path: Path) -> None:
+    """The other ranks wait while it lives, and say for which; the next of them asks where it was killed or stopped. A
+    rank that goes on has the result of the others. Where the store has ended, each asks for itself.
+    """
+    with RankGroup(4, tmp_path, "tcp") as four:
+        found = four("lost", "long", 2, "works")
+        assert [each[:2] for each in found] == [["of rank 2", rank == 2] for rank in range(4)]
+        for rank in (0, 1, 3):
+            assert f"rank {rank} waits for rank 2, which asks the store for all ranks" in found[rank][2][0]
+
+        found = four("lost", "foreign", 3, "claim", b"\xff" * 5000)
+        assert_one_for_all(found, "another program's claim in torch.distributed's store")
+
+        four.ask("lost", "late", 2, "stopped")
+        found = four.answers(0, 1, 3)
+        assert_one_for_all(found, "rank 2")
+        os.kill(four.processes[2].pid, signal.SIGCONT)
+        assert four.answers(2)[0][:2] == [found[0][0], 1]
+
+        four.ask("lost", "gone", 2, "killed")
+        found = four.answers(0, 1, 3)
+        assert_one_for_all(found, "rank 2")
+        four.processes[2].wait(PATIENCE_S)
+
+        four.ask("lost", "store", 0, "killed", gone=(2,))
+        for rank, (result, asked, lines) in zip((1, 3), four.answers(1, 3), strict=True):
+            assert (result, asked) == (f"of rank {rank}", 1)
+            assert f"rank {rank} asks the store for itself" in lines[-1]
+
+
+def assert_one_for_all(found: list[Any], lost: str) -> None:
+    """One rank was asked, and all have its result; one says at least that it has given the first up."""
+    assert len({each[0] for each in found}) == 1
+    assert sum(each[1] for each in found) == 1
+    assert any(f"gives {lost} up, which was to ask the store" in line for each in found for line in each[2])
