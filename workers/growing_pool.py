@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle
 
@@ -43,7 +42,7 @@ class GrowingPool(WorkerPool):
             self._spare.discard(process)
         self.rings.append(ring)
         self._count_rings()
-        self._inboxes.append(Inbox(process, ring))
+        self._inboxes.append(self._inbox(process))
         if self._watchdog is not None:
             self._watchdog.add_worker()
         self._listen_to(self._loop, process)

@@ -23,8 +23,6 @@ from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 
-_ANSWERS = (wire.ERROR, wire.EXHAUSTED, wire.STREAM_ENDED, wire.ALL_DROPPED)
-
 
 class Inbox:
     """Handles the frames of one worker process.
@@ -32,9 +30,12 @@ class Inbox:
     Args:
         process: the worker.
         rings: the manager of its rings.
+        streams: whether it serves several streams of the dataset.
     """
 
-    def __init__(self, process: WorkerHandle, rings: RingManager) -> None:
+    def __init__(self, process: WorkerHandle, rings: RingManager, *, streams: bool = False) -> None:
+        # Each of these ends is understood by the scheduler of such workers only.
+        self._answers = (wire.ERROR, wire.ALL_DROPPED, wire.STREAM_ENDED if streams else wire.EXHAUSTED)
         self._process = process
         self._worker = process.worker_id
         self._rings = rings
@@ -66,16 +67,15 @@ class Inbox:
             if watchdog is not None and sent_epoch == epoch:
                 watchdog.cleared(self._worker)
         elif kind == wire.STARTED:
-            sent_epoch, error, cursor = wire.unpack_started(body)
+            sent_epoch, error, cursors = wire.unpack_started(body)
             # A frame of an older epoch: the current epoch's start-up code has yet to run.
             if self._check_epoch(sent_epoch, epoch) == epoch:
                 process.started = True
                 if watchdog is not None:
                     watchdog.started(self._worker)
                 if listener is not None:
-                    listener.on_started(
-                        self._worker, self._codec.load_error(error) if error else None, self._cursor(cursor)
-                    )
+                    failure = self._codec.load_error(error) if error else None
+                    listener.on_started(self._worker, failure, [self._cursor(cursor) for cursor in cursors])
         # The RNG state is a pickle, which only a process of ours may send. From any other worker the frame breaks the
         # stream.
         elif kind == wire.LEAVING and self._codec.trusted:
@@ -99,8 +99,7 @@ class Inbox:
         elif kind == wire.BAD_SAMPLES:
             # Not added up: frames that no answer follows must not grow the list.
             self._records = self._codec.load_records(wire.unpack_answer(body)[3])
-        # Only a process of ours serves several streams.
-        elif kind in _ANSWERS and (kind != wire.STREAM_ENDED or self._codec.trusted):
+        elif kind in self._answers:
             self._answer_without_batch(kind, body, epoch, listener, watchdog)
         else:
             raise ValueError(f"broken stream: a frame of kind {kind} from worker {self._worker}")

@@ -48,8 +48,10 @@ class Listener(ABC):
     """Receives a pool's notifications. Called in the loop's thread, never concurrently."""
 
     @abstractmethod
-    def on_started(self, worker: int, error: Any, cursor: PackedCursor | None) -> None:
-        """The worker has begun the epoch: with an error as in `on_error`, or None, and its dataset's cursor."""
+    def on_started(self, worker: int, error: Any, cursors: Sequence[PackedCursor | None]) -> None:
+        """The worker has begun the epoch: with an error as in `on_error`, or None, and the cursors of its copies of the
+        dataset, if they are known already.
+        """
 
     @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:

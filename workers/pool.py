@@ -108,6 +108,7 @@ class WorkerPool:
         # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
         self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
         self._inboxes: list[Inbox] = []
+        self._streams = bool(setup.starts[0].streams)  # whether each worker serves streams of the dataset
         self._listener: Listener | None = None
         self._unwatch: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -121,7 +122,7 @@ class WorkerPool:
         stop_at_exit(self)
         try:
             self.processes += self.make(range(len(setup.starts)), setup)
-            self._inboxes += map(Inbox, self.processes, self.rings)
+            self._inboxes += map(self._inbox, self.processes)
             # Last: until this line `stop` finds all processes here, wherever Ctrl-C strikes.
             self._spare.clear()
         except BaseException:
@@ -157,6 +158,9 @@ class WorkerPool:
             raise
         return made
 
+    def _inbox(self, process: WorkerHandle) -> Inbox:
+        return Inbox(process, self.rings[process.worker_id], streams=self._streams)
+
     def discard(self, process: WorkerHandle) -> None:
         """End a process from `make` that will not be used. Blocks until it has ended, a few seconds at most."""
         with self._making:
@@ -182,7 +186,7 @@ class WorkerPool:
             self._spare.discard(process)
             self.processes[worker] = process
         # A new inbox: the old one has the template and the records that the dead process sent last.
-        self._inboxes[worker] = Inbox(process, self.rings[worker])
+        self._inboxes[worker] = self._inbox(process)
         if self._loop is not None:
             self._listen_to(self._loop, process)
         return True

@@ -4,38 +4,65 @@ Data path: scheduler -> worker: [stream_readers -> reader: fetch -> collate] -> 
 
 A dataset that says by `loader_streams` that it is a number of streams (`dataset_streams.py`) is the same whatever the
 number of workers. So each stream has all that a worker has that reads a copy of a dataset: the number that
-`get_worker_info` gives, a seed, generators that the seed belongs to, a call of `worker_init_fn`, and a cursor.
+`get_worker_info` gives, a seed, generators that the seed belongs to, a call of `worker_init_fn`, an async context, and
+a cursor.
 
-The generators of a process serve its streams in turn. `StreamIdentities` exchanges their states where the stream
-changes. In seeded mode each sample seeds them, and nothing is exchanged.
+The generators of a process serve its blocking streams in turn. `StreamIdentities` exchanges their states where the
+stream changes. In seeded mode each sample seeds them, and nothing is exchanged. Async streams are awaited at the same
+time, so each has generators of its own, which `sample_rng` and `get_worker_info` give it (`ContextIdentities`); those
+of the process belong to none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.dataset_state import PackedCursor, pack_cursors
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.resource_scope import ResourceScope
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, make_worker_info, seed_worker, set_worker_info
+from asyncloader.workers.fetch.worker_info import ContextInfo, answer_by_context, answering_with
+from asyncloader.workers.fetch.worker_init import drop_awaitable
 from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
+from asyncloader.workers.stream_contexts import StreamContexts
 
 Identify: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 """Returns a context in which the process's code is that of a stream: `get_worker_info` and the generators."""
+
+
+class Identities(Protocol):
+    """An `Identify` of a worker."""
+
+    def __call__(self, stream: int, /) -> AbstractContextManager[Any]:
+        """See `Identify`."""
+        ...
+
+    def save(self) -> bytes:
+        """Return the states of all streams' generators, for `restore` in the worker's replacement."""
+        ...
+
+    def restore(self, saved: bytes) -> None:
+        """Set the generators of all streams to states from `save`."""
+        ...
+
 
 _NOTHING = contextlib.nullcontext()
 
 
 class StreamReaders:
-    """Reads the streams that a process serves. Has the methods of a `DatasetReader` of a blocking dataset.
+    """Reads the streams that a process serves. Has the methods of a `DatasetReader`.
 
     Args:
         dataset: the dataset that the streams are copies of.
@@ -43,37 +70,45 @@ class StreamReaders:
         identify: makes the process that of a stream.
     """
 
-    asynchronous = False
-
     def __init__(self, dataset: Any, readers: Mapping[int, DatasetReader], identify: Identify) -> None:
         self.dataset = dataset
         self.copy = next(iter(readers))
-        """The stream that was read last."""
+        """The stream whose batch, or error, came last. In a worker nothing is awaited between that and the answer."""
+        self.asynchronous = readers[self.copy].asynchronous
         self._readers = readers
         self._identify = identify
         self._ended: set[int] = set()
+        self._context = DatasetContext(None)
 
-    def each(self, call: Callable[[int], Any]) -> list[Any]:
-        """Call this for each stream, as its code. Returns the results."""
-        results = []
-        for stream, reader in self._readers.items():
-            with self._identify(stream), reader.resources.here():
-                results.append(call(stream))
-        return results
+    def initialize(self, init: Callable[[int], Any]) -> None:
+        """Call this for each stream, as its code. What it returns to be awaited is awaited in the streams' contexts."""
+        returned: dict[int, Any] = {}
+        try:
+            for stream, reader in self._readers.items():
+                with self._identify(stream), reader.resources.here():
+                    returned[stream] = init(stream)
+        except BaseException:
+            for each in returned.values():
+                drop_awaitable(each)
+            raise
+        contexts = {stream: reader.context(returned[stream]) for stream, reader in self._readers.items()}
+        self._context = StreamContexts(contexts, self._identify)
 
     def begin(self, start: EpochStart) -> None:
         """Begin an epoch, or resume one, in each stream. See `DatasetReader.begin`."""
-        self._ended.clear()
+        # Another set: a task of the epoch before may end late.
+        self._ended = set()
         for (stream, reader), each in zip(self._readers.items(), start.streams, strict=True):
             with self._identify(stream):
                 reader.begin(each)
 
     def context(self, before: Any = None) -> DatasetContext:
-        """Return an empty context: the dataset is a blocking one."""
-        return DatasetContext(None, before)
+        """Return the context to hold open while reading: of all streams, once `initialize` was called."""
+        del before
+        return self._context
 
     def limit(self, concurrency: int) -> None:
-        """Do nothing: no samples are awaited."""
+        """Do nothing: each stream awaits one sample at a time."""
 
     def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return the next batch of the stream with this number. See `DatasetReader.fetch`."""
@@ -89,8 +124,19 @@ class StreamReaders:
                 raise
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """Return what `fetch` returns: nothing is awaited."""
-        return self.fetch(index, records)
+        """Return the next batch of the asynchronous stream with this number. See `DatasetReader.fetch_async`."""
+        ended = self._ended
+        try:
+            if index in ended:
+                raise EndOfData
+            with self._identify(index):
+                return await self._readers[index].fetch_async(None, records)
+        except EndOfData:
+            ended.add(index)
+            raise
+        finally:
+            # Last: other streams' batches may have come meanwhile.
+            self.copy = index
 
     def cursor(self) -> PackedCursor | None:
         """Return the cursor after a batch of the stream that was read last. See `DatasetReader.cursor`."""
@@ -105,12 +151,11 @@ class StreamReaders:
 
     def first_cursors(self) -> list[PackedCursor | None]:
         """Return each stream's cursor at the beginning of an epoch; None if it has no state, or was read before."""
-        return self.each(lambda stream: self._readers[stream].first_cursor())
-
-    def first_cursor(self) -> PackedCursor | None:
-        """Return `first_cursors`, packed; None if none has a state."""
-        cursors = self.first_cursors()
-        return pack_cursors(cursors) if any(cursor is not None for cursor in cursors) else None
+        found: list[PackedCursor | None] = []
+        for stream, reader in self._readers.items():
+            with self._identify(stream), reader.resources.here():
+                found += reader.first_cursors()
+        return found
 
     def failed(self) -> None:
         """Count a batch that raised, of the stream that was read last. See `DatasetReader.failed`."""
@@ -122,14 +167,15 @@ class StreamReaders:
         return all(reader.can_resume for reader in self._readers.values())
 
     async def aclose(self) -> None:
-        """`DatasetReader.aclose` of each."""
-        for reader in self._readers.values():
-            await reader.aclose()
+        """`DatasetReader.aclose` of each, at the same time."""
+        await self._each(DatasetReader.aclose)
 
     async def aclose_resources(self) -> None:
-        """`DatasetReader.aclose_resources` of each."""
-        for reader in self._readers.values():
-            await reader.aclose_resources()
+        """`DatasetReader.aclose_resources` of each, at the same time: each may take its seconds."""
+        await self._each(DatasetReader.aclose_resources)
+
+    async def _each(self, close: Callable[[DatasetReader], Awaitable[None]]) -> None:
+        await asyncio.gather(*map(close, self._readers.values()))
 
     def close_resources(self) -> None:
         """`DatasetReader.close_resources` of each."""
@@ -176,10 +222,15 @@ def read_copies(
 
     Raises:
         TypeError: the dataset cannot be copied.
+        ValueError: the setup has another number of starts.
     """
-    if not setup.starts[worker].streams:
+    begun = len(setup.starts[worker].streams)
+    if not begun:
         return read(dataset, worker)
-    datasets = copies(dataset, range(worker, setup.num_workers, len(setup.starts)), first_is_own=True)
+    streams = range(worker, setup.num_workers, setup.workers)
+    if begun != len(streams):  # before any is copied: a service's loader may have sent any numbers
+        raise ValueError(f"broken stream: {begun} streams begin in a worker that serves {len(streams)}")
+    datasets = copies(dataset, streams, first_is_own=True)
     readers = {stream: read(each, stream) for stream, each in datasets.items()}
     return StreamReaders(dataset, readers, identify(setup, datasets))
 
@@ -264,3 +315,52 @@ class StreamIdentities:
         """Set the generators of all streams to states from `save`."""
         self._states, self._present = pickle.loads(saved), None
         self._seeded.update(self._states)
+
+
+class ContextIdentities:
+    """Makes the current context's code that of a stream: one of several that are awaited at the same time, or whose
+    process is not the worker's own.
+
+    Args:
+        setup: of the worker.
+        datasets: the copy of each stream.
+    """
+
+    def __init__(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> None:
+        self._infos = {stream: ContextInfo(stream, setup, dataset) for stream, dataset in datasets.items()}
+
+    def __call__(self, stream: int) -> AbstractContextManager[Any]:
+        """Return a context in which the code is that of this stream."""
+        return answering_with(self._infos[stream])
+
+    def save(self) -> bytes:
+        """Return the states of all streams' generators, for `restore` in the worker's replacement."""
+        return pickle.dumps({stream: info.save() for stream, info in self._infos.items()}, 5)
+
+    def restore(self, saved: bytes) -> None:
+        """Set the generators of all streams to states from `save`."""
+        for stream, states in pickle.loads(saved).items():
+            self._infos[stream].restore(states)
+
+
+def process_identities(setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identities:
+    """Return what makes a worker process that of one of its streams, from the copies of the dataset."""
+    if not is_async_dataset(setup.dataset):
+        return StreamIdentities(setup, datasets)
+    answer_by_context()
+    return ContextIdentities(setup, datasets)
+
+
+def shared_parts(setup: WorkerSetup, start: EpochStart, draw_check: GlobalDrawCheck | None) -> dict[str, Any]:
+    """Return the arguments that all `DatasetReader`s of a worker have in common, as its streams are awaited together.
+
+    Args:
+        setup: of the worker.
+        start: of the worker.
+        draw_check: that of the process, if other workers share it.
+    """
+    if not start.streams or not is_async_dataset(setup.dataset):
+        return {"draw_check": draw_check}
+    # One check for all: what one stream's collation draws is no draw of another's samples.
+    threads = make_decode_threads(setup.decode, setup.decode_threads)
+    return {"draw_check": draw_check or GlobalDrawCheck(), "decode_threads": threads}

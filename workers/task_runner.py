@@ -45,7 +45,7 @@ from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
 from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
-from asyncloader.workers.stream_readers import Identify, StreamIdentities, StreamReaders, read_copies
+from asyncloader.workers.stream_readers import Identities, StreamReaders, process_identities, read_copies, shared_parts
 from asyncloader.workers.task_spans import TracedTasks
 
 _log = logging.getLogger("asyncloader")
@@ -110,7 +110,7 @@ class TaskRunner:
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._start_error: bytes | None = None
         self._reader: DatasetReader | StreamReaders | None = None
-        self._identities: StreamIdentities | None = None  # of the streams, where the worker serves several
+        self._identities: Identities | None = None  # of the streams, where the worker serves several
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
         self._suspect: int | None = None  # file for the next task's standard error
         self._private_memory: PrivateMemory | None = None
@@ -195,18 +195,18 @@ class TaskRunner:
         self.__dict__.clear()
 
     def _send_started(self) -> None:
-        """Report that start-up is over: with its error, or with the dataset's cursor."""
+        """Report that start-up is over: with its error, or with the cursors of the dataset's copies."""
         if self._starting:
             self._starting = False
             self._time("start_dataset", perf_counter() - self._ready)
         # Of an asynchronous dataset none is known yet: it begins with the first task.
-        cursor = None
+        cursors: list[bytes] = []
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             try:
-                cursor = self._reader.first_cursor()
+                cursors = list(map(bytes_of, self._reader.first_cursors()))
             except Exception as error:  # the user's `state_dict`
                 self._start_error = self._dump_start_error(error)
-        self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", bytes_of(cursor)))
+        self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", cursors))
 
     def _dump_start_error(self, error: BaseException) -> bytes:
         # A `for` loop would take it for the end of an empty epoch, or end the process.
@@ -219,6 +219,7 @@ class TaskRunner:
         seed = self._seed(setup)
         start = setup.starts[self.worker_id]
         dataset = reseeded_datapipe(setup.dataset, start.shared_seed)
+        shared = shared_parts(setup, start, self._draw_check)
 
         def read(copy: Any, number: int) -> DatasetReader:
             return DatasetReader(
@@ -229,9 +230,9 @@ class TaskRunner:
                 in_worker=True,
                 assignments=self._assignments,
                 time=self._time,
-                draw_check=self._draw_check,
                 pack_cursor=self._codec.cursor_packer(),
                 alone=self._alone,
+                **shared,
             )
 
         reader = self._reader = read_copies(setup, self.worker_id, dataset, read, self._identify)
@@ -248,9 +249,9 @@ class TaskRunner:
             # Last: the growth is measured from here, without the dataset.
             self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
 
-    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
+    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identities:
         """Return what makes the worker that of a stream."""
-        self._identities = StreamIdentities(setup, datasets)
+        self._identities = process_identities(setup, datasets)
         return self._identities
 
     def _initialize(self, setup: WorkerSetup) -> None:
@@ -260,7 +261,7 @@ class TaskRunner:
         assert self._reader is not None
         init, before = partial(call_worker_init, setup.worker_init_fn, awaits=self.asynchronous), None
         if isinstance(self._reader, StreamReaders):
-            self._reader.each(init)
+            self._reader.initialize(init)
         else:
             before = init(self.worker_id)
         context = self._reader.context(before)

@@ -42,6 +42,7 @@ from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import PackedCursor
+from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
@@ -442,7 +443,7 @@ def _make_reader(
     assignments = InlineAssignments(progress, start) if config.assigns_shards else None
     reader = DatasetReader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
     reader.begin(start)
-    progress.begun(0, reader.first_cursor())
+    progress.begun(0, *reader.first_cursors())
     return reader
 
 
@@ -452,8 +453,12 @@ def _read_streams(
     """Make the reader of a dataset that says that it has streams."""
     from asyncloader.epoch.inline_streams import StreamsInTurn  # late: few datasets have streams
 
+    threads = make_decode_threads(setup.decode, setup.decode_threads)
+
     def make(copy: Any, stream: int) -> DatasetReader:
-        return DatasetReader(setup, copy, collate, worker_id=stream, in_worker=False, time=recorder.time)
+        return DatasetReader(
+            setup, copy, collate, worker_id=stream, in_worker=False, time=recorder.time, decode_threads=threads
+        )
 
     reader = StreamsInTurn(dataset, setup, make, progress.next_worker, progress.ends)
     for stream, cursor in enumerate(reader.first_cursors()):

@@ -12,15 +12,16 @@ from typing import Any
 
 from asyncloader.epoch.stream_turns import StreamTurns
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import WorkerSetup, seed_cpu_generators
+from asyncloader.workers.fetch.worker_info import answering_with
 from asyncloader.workers.fetch.worker_init import call_worker_init
 from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
-from asyncloader.workers.stream_readers import StreamReaders, copies, infos_of
-from asyncloader.workers.threads.worker_info import answering_with
+from asyncloader.workers.stream_readers import ContextIdentities, Identify, StreamReaders, copies, infos_of
 
 
 class StreamsInTurn(StreamReaders):
@@ -45,11 +46,14 @@ class StreamsInTurn(StreamReaders):
         (start,) = setup.starts
         datasets = copies(dataset, range(len(start.streams)), first_is_own=False)
         readers = {stream: make(each, stream) for stream, each in datasets.items()}
-        super().__init__(dataset, readers, _InlineIdentities(setup, datasets))
+        # Between the steps of an awaited stream the user's own code runs, with its generators.
+        of_context = is_async_dataset(dataset)
+        identify: Identify = ContextIdentities(setup, datasets) if of_context else _InlineIdentities(setup, datasets)
+        super().__init__(dataset, readers, identify)
         self._turns = StreamTurns(len(readers), first)
         self._ends = ends
-        if setup.worker_init_fn is not None:
-            self.each(partial(_init, setup.worker_init_fn))
+        if setup.worker_init_fn is not None or self.asynchronous:
+            self.initialize(partial(_init, setup.worker_init_fn, awaits=self.asynchronous))
         self.begin(start)
 
     def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
@@ -67,10 +71,21 @@ class StreamsInTurn(StreamReaders):
                 self._ends[stream] = self.last_cursor()
         raise EndOfData
 
+    async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
+        """Return the next batch of the asynchronous stream whose turn it is. See `fetch`."""
+        del index
+        while (stream := self._turns.next()) is not None:
+            try:
+                return await super().fetch_async(stream, records)
+            except EndOfData:
+                self._turns.end(stream)
+                self._ends[stream] = self.last_cursor()
+        raise EndOfData
 
-def _init(init: Callable[[int], Any], stream: int) -> None:
+
+def _init(init: Callable[[int], Any] | None, stream: int, *, awaits: bool) -> Any:
     try:
-        call_worker_init(init, stream, awaits=False)
+        return call_worker_init(init, stream, awaits=awaits)
     except StopIteration as stop:  # a `for` loop would take it for the end of an empty epoch
         raise not_the_end(stop, "worker_init_fn") from stop
 

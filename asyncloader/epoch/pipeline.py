@@ -264,13 +264,13 @@ class Pipeline(Listener):
 
     # ---------------------------------------------------------------------------------- called by the pool
 
-    def on_started(self, worker: int, error: Any, cursor: PackedCursor | None) -> None:
+    def on_started(self, worker: int, error: Any, cursors: Sequence[PackedCursor | None]) -> None:
         """Record that the worker has begun the epoch. See `Listener`."""
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
+        if cursors and self._resume_points is not None:
+            self.notices += starmap(CopyBegun, self._resume_points.began(worker, cursors))
         self._unbegun.discard(worker)
-        if cursor is not None and self._resume_points is not None:
-            self.notices += starmap(CopyBegun, self._resume_points.began(worker, cursor))
         if self._start_error is None:
             self._start_error = error
         if error is not None or not self._unbegun:

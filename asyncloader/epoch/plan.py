@@ -94,6 +94,7 @@ def worker_setup(
         fetch_threads=config.fetch_threads,
         decode=config.decode,
         decode_threads=config.decode_threads,
+        workers=len(starts),
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, unpack_cursors
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
 from asyncloader.workers.fetch.setup import EpochStart, by_stream, for_worker
 
 
@@ -53,12 +53,25 @@ class ResumePoints:
         self._made.append(False)
         self._cursors.append(None)
 
-    def began(self, worker: int, cursor: PackedCursor) -> list[tuple[int, PackedCursor]]:
-        """Record the cursor with which a worker's copy of the dataset began. Returns the copy and its cursor."""
-        # A late cursor of the beginning must not replace the cursor of an answer.
-        if not self._answered[worker]:
-            self._cursors[worker] = cursor
-        return [(worker, cursor)]
+    def began(self, worker: int, cursors: Sequence[PackedCursor | None]) -> list[tuple[int, PackedCursor]]:
+        """Record the cursors with which a worker's copies of the dataset began. Returns those that there are, with the
+        copies' numbers.
+
+        Raises:
+            ValueError: it has another number of copies.
+        """
+        copies = self._copies(worker)
+        if len(copies) != len(cursors):
+            raise ValueError(f"broken stream: {len(cursors)} cursors of {len(copies)} copies from worker {worker}")
+        found = [(copy, cursor) for copy, cursor in zip(copies, cursors, strict=True) if cursor is not None]
+        for copy, cursor in found:
+            # A late cursor of the beginning must not replace the cursor of an answer.
+            if not self._answered[copy]:
+                self._cursors[copy] = cursor
+        return found
+
+    def _copies(self, worker: int) -> Sequence[int]:
+        return (worker,)
 
     def failed(self, worker: int) -> None:
         """Record that a worker's batch raised: that is its answer, as a batch would be."""
@@ -120,24 +133,13 @@ class StreamResumePoints(ResumePoints):
         self._workers = len(starts)
         super().__init__(by_stream(starts), **options)
 
-    def began(self, worker: int, cursor: PackedCursor) -> list[tuple[int, PackedCursor]]:
-        """Record the cursors with which the streams of a worker began. Returns those that there are."""
-        found = [
-            (stream, each)
-            for stream, each in zip(self._streams(worker), unpack_cursors(cursor), strict=True)
-            if each is not None
-        ]
-        for stream, each in found:
-            super().began(stream, each)
-        return found
-
     def obstacle(self, worker: int) -> str:
         """Why a replacement cannot resume one of the worker's streams where it was; empty if it can resume all."""
-        return next(filter(None, map(super().obstacle, self._streams(worker))), "")
+        return next(filter(None, map(super().obstacle, self._copies(worker))), "")
 
     def start(self, worker: int) -> EpochStart:
         """Where a replacement begins. Only valid without an `obstacle`."""
-        return for_worker([super(StreamResumePoints, self).start(stream) for stream in self._streams(worker)])
+        return for_worker([super(StreamResumePoints, self).start(stream) for stream in self._copies(worker)])
 
-    def _streams(self, worker: int) -> range:
+    def _copies(self, worker: int) -> Sequence[int]:
         return range(worker, len(self._starts), self._workers)

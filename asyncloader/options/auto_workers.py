@@ -66,7 +66,7 @@ def check_auto(options: Mapping[str, Any], *, iterable: bool, makes_threads: boo
     elif iterable:
         why = "each worker of a stream reads its own part, so another number of workers gives other batches"
         if count_streams(options["dataset"]) is not None:
-            why = "a trial would read from the dataset's streams"
+            why = "each of the dataset's streams stays with one worker while an epoch runs"
         if hasattr(type(options["dataset"]), "fixed_streams"):
             why += "; with seed= and streams= on the dataset it does not"
     elif is_stateful(options["dataset"]):

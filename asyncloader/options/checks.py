@@ -252,7 +252,7 @@ def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
 
 def _check_workers(options: Mapping[str, Any], iterable: bool) -> None:
     if iterable:
-        count_streams(options["dataset"], elsewhere=options["workers"] not in (None, THREADS))
+        count_streams(options["dataset"])
     if sys.platform == "win32" and options["num_workers"] and options["workers"] != THREADS:
         raise UnsupportedPlatform(f"num_workers={options['num_workers']} asks for {NO_PROCESSES}")
     if options["workers"] == THREADS and (context := options["multiprocessing_context"]) is not None:

@@ -32,7 +32,6 @@ from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.dataset_streams import count_streams
-from asyncloader.workers.source import THREADS
 
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
@@ -178,7 +177,7 @@ class EpochConfig:
         # In torch mode the worker that makes a batch is part of its random numbers.
         tunes = auto is not None and seeded
         number = int(given) if auto is None else auto.number
-        streams = count_streams(dataset, elsewhere=ours.workers not in (None, THREADS)) if iterable else None
+        streams = count_streams(dataset) if iterable else None
         if streams is not None:
             number = min(number, streams)  # a further worker would have none to serve
         most_workers = auto.most if auto is not None and tunes else number

@@ -120,7 +120,10 @@ LIES: dict[str, Callable[[Task], object]] = {
     ),
     "records of bad samples that are cut off": lambda t: t.sends(wire.pack(wire.BAD_SAMPLES, b"none")),
     "a start-up that is cut off": lambda t: t.sends(wire.pack(wire.STARTED)),
-    "a start-up of an epoch to come": lambda t: t.sends(wire.pack_started(t.epoch + 5, b"", b"")),
+    "the end of a stream, where none is served": lambda t: t.sends(
+        wire.pack_answer(wire.STREAM_ENDED, t.epoch, t.seq, 0.0)
+    ),
+    "a start-up of an epoch to come": lambda t: t.sends(wire.pack_started(t.epoch + 5, b"", [])),
     "an epoch that was not begun": lambda t: t.sends(wire.pack_reset(wire.RESET_DONE, t.epoch + 5)),
     "a message to workers": lambda t: t.sends(wire.pack_task(t.epoch, t.seq, t.slot, 0, 0.0, b"")),
     "a message of no kind": lambda t: t.sends(wire.pack(99, b"what")),

@@ -28,6 +28,7 @@ from asyncloader import AsyncDataLoader, Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from asyncloader.transports import LocalTransport
 from tests.helpers import straggling
+from tests.helpers.declared_ranks import Declared
 from tests.helpers.listing_ranks import Listing
 from tests.helpers.package_tables import read_table
 from tests.helpers.remote_folders import dataset_of, with_method
@@ -109,12 +110,11 @@ class Recording(LocalTransport):
         return super().pinned(path)
 
 
-class Place(Listing):
+class Place(Listing, Declared):
     """This process's rank, with the functions that a test may call."""
 
     def __init__(self, rank: int, world: int) -> None:
-        super().__init__(rank)
-        self.world = world
+        super().__init__(rank, world)
         self.kept: dict[str, Any] = {}
         self.runs: list[Stepwise] = []
 

@@ -21,6 +21,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import asyncloader
+from tests.helpers.declared_streams import AwaitedStreams, Streams, mark, mark_awaited
 from tests.helpers.package_tables import open_table, texts_of
 
 
@@ -176,6 +177,18 @@ class AsyncStream:
 def async_stream(n: int = 41) -> Any:
     """An asynchronous stream."""
     return AsyncStream(n)
+
+
+@asyncloader.definition
+def declared() -> Any:
+    """A dataset that says that it is a number of streams."""
+    return Streams(), {"worker_init_fn": mark}
+
+
+@asyncloader.definition
+def declared_awaited() -> Any:
+    """An asynchronous dataset that says that it is a number of streams."""
+    return AwaitedStreams(), {"worker_init_fn": mark_awaited}
 
 
 class Broken(Numbers):

@@ -57,10 +57,10 @@ def body_of_frame(kind: int, value: bytes, epoch: int, task: int) -> bytes:
         result = wire.Result(epoch, task, wire.NO_SLOT, 0, 0, 1, 0.1, same=False)
         return wire.pack_result(result, template)[wire.PREFIX_BYTES :]
     if kind == wire.STARTED:
-        return wire.pack_started(epoch, b"", value)[wire.PREFIX_BYTES :]
+        return wire.pack_started(epoch, b"", [value])[wire.PREFIX_BYTES :]
     if kind == wire.ASK:
         return wire.pack_ask(epoch, 0, 0, value)[wire.PREFIX_BYTES :]
-    if kind in (wire.ERROR, wire.BAD_SAMPLES, wire.ALL_DROPPED, wire.EXHAUSTED):
+    if kind in (wire.ERROR, wire.BAD_SAMPLES, wire.ALL_DROPPED, wire.EXHAUSTED, wire.STREAM_ENDED):
         return wire.pack_answer(kind, epoch, task, 0.1, value)[wire.PREFIX_BYTES :]
     return value
 

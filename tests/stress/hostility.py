@@ -21,7 +21,7 @@ _TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL
 FROM_LOADER = (*_TO_WORKER, *_TO_NODE)
 FROM_NODE = (
     *(wire.RESULT, wire.ERROR, wire.EXHAUSTED, wire.RESET_DONE, wire.READY, wire.STARTED, wire.ALL_DROPPED),
-    *(wire.BAD_SAMPLES, wire.LEAVING, wire.ASK, wire.COUNTS, wire.LOG),
+    *(wire.STREAM_ENDED, wire.BAD_SAMPLES, wire.LEAVING, wire.ASK, wire.COUNTS, wire.LOG),
     *(frames.CHALLENGE, frames.WELCOME, frames.OPENED, frames.REFUSED, frames.DIED, frames.PONG, frames.DRAINING),
     *(frames.PLANNED, frames.LOOKED),
 )

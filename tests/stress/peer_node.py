@@ -260,11 +260,11 @@ class _Played:
     def _honest(self, kind: int, header: Header) -> bytes:
         """A body that this kind of message may have."""
         epoch, task = header.epoch, header.task
-        if kind in (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED, wire.BAD_SAMPLES):
+        if kind in (wire.ERROR, wire.EXHAUSTED, wire.STREAM_ENDED, wire.ALL_DROPPED, wire.BAD_SAMPLES):
             body = MSGPACK.dump_error(KeyError("x"), 0) if kind == wire.ERROR else pack([])
             return wire.pack_answer(kind, epoch, task, 0.1, body)[wire.PREFIX_BYTES :]
         made = {
-            wire.STARTED: wire.pack_started(epoch, b"", b"")[wire.PREFIX_BYTES :],
+            wire.STARTED: wire.pack_started(epoch, b"", [])[wire.PREFIX_BYTES :],
             wire.RESET_DONE: wire.pack_reset(wire.RESET_DONE, epoch)[wire.PREFIX_BYTES :],
             wire.ASK: wire.pack_ask(epoch, 1, 2, pack([1]))[wire.PREFIX_BYTES :],
             wire.LOG: pack([30, ESCAPE, "", False]),

@@ -114,8 +114,8 @@ def _read_answer(kind: int, body: bytes) -> None:
     if kind == wire.RESULT:
         wire.unpack_result(body)
     elif kind == wire.STARTED:
-        _, error, cursor = wire.unpack_started(body)
-        _ = error and MSGPACK.load_error(error), cursor and MSGPACK.load_cursor(cursor)
+        _, error, cursors = wire.unpack_started(body)
+        _ = error and MSGPACK.load_error(error), [MSGPACK.load_cursor(each) for each in cursors if each]
     elif kind == wire.ASK:
         MSGPACK.loads(wire.unpack_ask(body)[3])
     elif kind == wire.ERROR:

@@ -253,7 +253,7 @@ def answers() -> list[Original]:
     """A node's answers to the tasks that `_read_as_loader` gives it."""
     told = [
         (Frame(wire.READY), b""),
-        (Frame(wire.STARTED), wire.pack_started(0, b"", pack(CURSOR))[wire.PREFIX_BYTES :]),
+        (Frame(wire.STARTED), wire.pack_started(0, b"", [pack(CURSOR)])[wire.PREFIX_BYTES :]),
     ]
     for task, batch in enumerate(_BATCHES):
         encoded = BatchEncoder().encode(batch)

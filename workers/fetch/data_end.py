@@ -11,6 +11,9 @@ cannot be raised as it is, because a coroutine, a future or ``async for`` gives 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator
+
+from asyncloader.workers.fetch.plain_context import plain_context
 
 
 class EndOfData(Exception):
@@ -32,3 +35,14 @@ def not_the_end(error: BaseException, whose: str) -> RuntimeError:
     for note in getattr(error, "__notes__", ()):
         instead.add_note(note)
     return instead
+
+
+@plain_context
+def answered_before() -> Generator[None]:
+    """Context around the re-reading of an answered batch: what failed it was its answer, and the consumer has that."""
+    try:
+        yield
+    except EndOfData:
+        raise
+    except Exception:  # noqa: S110 - as said
+        pass

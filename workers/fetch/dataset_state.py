@@ -12,7 +12,7 @@ restored.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from asyncloader.workers.fetch.mocks import has_method
@@ -118,16 +118,6 @@ class CursorPickler:
         """Pack a cursor."""
         dataset, iterator = self._dataset_state.lean(cursor.dataset), self._iterator_state.lean(cursor.iterator)
         return pickle_cursor(cursor._replace(dataset=dataset, iterator=iterator))
-
-
-def pack_cursors(cursors: Sequence[PackedCursor | None]) -> PackedCursor:
-    """Pack the cursors of several streams, for `unpack_cursors`."""
-    return PackedCursor(pickle.dumps([bytes_of(cursor) for cursor in cursors], 5))
-
-
-def unpack_cursors(packed: PackedCursor) -> list[PackedCursor | None]:
-    """Return the cursors that `pack_cursors` packed, in a process of ours."""
-    return [PackedCursor(data) if data else None for data in pickle.loads(packed.data)]
 
 
 class Bookmark:

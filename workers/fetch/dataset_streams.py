@@ -2,9 +2,10 @@
 
 Data path: none; asked before the first fetch.
 
-An `IterableDataset` with an attribute `loader_streams` is that number of streams. The loader makes a copy of it for
-each stream, whatever the number of workers, and each worker serves some of the streams. Without the attribute each
-worker reads one copy.
+An iterable dataset with an attribute `loader_streams` is that number of streams. The loader makes a copy of it for each
+stream, whatever the number of workers, and each worker serves some of the streams. Without the attribute each worker
+reads one copy. Where a service reads the dataset, its node reports the number, and the remote dataset has the
+attribute.
 
 The name is not `num_streams`, which datasets of other libraries have with another meaning: MosaicML's
 `StreamingDataset` counts its sources by it.
@@ -19,7 +20,7 @@ from torch.utils.data import IterDataPipe
 
 from asyncloader.errors import shortened
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.mocks import has_attribute
 
@@ -27,12 +28,8 @@ MOST_STREAMS = 1024
 """Each stream is a copy of the dataset, and a position in each saved state."""
 
 
-def count_streams(dataset: Any, *, elsewhere: bool = False) -> int | None:
+def count_streams(dataset: Any) -> int | None:
     """Return the number of streams of an iterable dataset, from 1 on; None: it does not say that it has streams.
-
-    Args:
-        dataset: the dataset.
-        elsewhere: whether it is read by a service's workers.
 
     Raises:
         TypeError: `loader_streams` is no integer, or the dataset is of a kind that cannot be read as several streams.
@@ -62,22 +59,20 @@ def count_streams(dataset: Any, *, elsewhere: bool = False) -> int | None:
             f"loader_streams should be from 1 to {MOST_STREAMS:,}, but that of the {name} is {shown}: the loader makes "
             "a copy of the dataset for each stream, and keeps the position of each in a state"
         )
-    kind = _unfit(dataset, elsewhere)
-    if kind:
+    why = _obstacle(dataset)
+    if why:
         raise TypeError(
-            f"the {name} has loader_streams={number}, but {kind} cannot be read as several streams: only a blocking "
-            "IterableDataset that the loader's own processes, threads, or no workers read. Leave the attribute out"
+            f"the {name} has loader_streams={number}, but {why}, so it cannot be read as several streams: leave the "
+            "attribute out"
         )
     return number
 
 
-def _unfit(dataset: Any, elsewhere: bool) -> str:
-    if elsewhere:
-        return "a dataset at a service"
+def _obstacle(dataset: Any) -> str:
     if assigns_shards(dataset):
-        return "a dataset whose shards are assigned to the workers"
+        return "its shards are assigned to the workers while they read (its own streams= fixes them)"
     if isinstance(dataset, IterDataPipe):
-        return "a datapipe"
+        return "it is a datapipe, of whose graph sharding_filter gives each worker a part"
     if isinstance(dataset, MessagedDataset):
-        return "a DataLoader2's graph"
-    return "an async dataset" if is_async_dataset(dataset) else ""
+        return "it is a DataLoader2's graph, of which its reading service gives each worker a part"
+    return ""

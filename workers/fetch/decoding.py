@@ -140,3 +140,8 @@ class Decoder:
         if self.threads is not None:
             return await self.call_in_thread(sample, context)
         return self.call(sample) if context is None else context.copy().run(self.call, sample)
+
+
+def make_decode_threads(decode: Any, threads: int) -> JobThreads | None:
+    """Make the threads that run `decode` where samples are awaited; None: it runs inline, or there is none."""
+    return JobThreads(threads, "asyncloader-decode") if decode is not None and threads else None

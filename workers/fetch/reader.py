@@ -25,10 +25,10 @@ from asyncloader.telemetry.counters import Recorder, Stage
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
-from asyncloader.workers.fetch.data_end import EndOfData
+from asyncloader.workers.fetch.data_end import EndOfData, answered_before
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor
-from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.decoding import Decoder, make_decode_threads
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
@@ -57,6 +57,8 @@ class DatasetReader:
         time: records how long fetching, decoding and collating took, per batch. In a worker the first fetch counts as
             its ``first_read``. Where several batches are fetched at a time, fetching includes decoding, and the time of
             decoding is that of all samples that were decoded since the batch before.
+        draw_check: that of all readers of the process whose samples are made at the same time; None: this one's own.
+        decode_threads: those of all readers of the worker, from `make_decode_threads`; None: it has its own.
         pack_cursor: packs the cursors; None: as pickle.
     """
 
@@ -71,6 +73,7 @@ class DatasetReader:
         assignments: AssignmentProvider | None = None,
         time: Callable[[Stage, float], None] | None = None,
         draw_check: GlobalDrawCheck | None = None,
+        decode_threads: JobThreads | None = None,
         pack_cursor: CursorPacker | None = None,
         alone: bool = True,
     ) -> None:
@@ -93,8 +96,8 @@ class DatasetReader:
         self._decode_threads: JobThreads | None = None
         self._decoder: Decoder | None = None
         if setup.decode is not None:
-            if self.asynchronous and setup.decode_threads:
-                self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
+            if self.asynchronous:
+                self._decode_threads = decode_threads or make_decode_threads(setup.decode, setup.decode_threads)
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
@@ -104,8 +107,9 @@ class DatasetReader:
         self._concurrency = setup.concurrency
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
-        # Not where the consumer's own code draws from the global generators at the same time.
-        if in_worker and alone and self.asynchronous and setup.seeded is not None:
+        # Not where the consumer's own code draws from the global generators at the same time. In torch mode a dataset
+        # may draw from them, unless several streams are awaited.
+        if in_worker and alone and self.asynchronous and (setup.seeded is not None or draw_check is not None):
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
         self._ready = False  # the asynchronous dataset has begun
@@ -152,7 +156,7 @@ class DatasetReader:
             # `_skipping` asks the same, but to enter it takes time.
             with self._skipping(start) if start.skip else contextlib.nullcontext(range(0)) as batches:
                 for _ in batches:
-                    with _answered_before():
+                    with answered_before():
                         self._fetcher.fetch(self._stream_index)
                     # Counted without a cursor: the batch was delivered before.
                     self._bookmark.batches += 1
@@ -361,6 +365,8 @@ class DatasetReader:
                         del records[known:]
                     continue
                 self._known_errors = 0
+                if self._watch is not None and self._setup.seeded is None:
+                    self._watch.check()
                 return batch
 
     async def _timed(self, fetching: Awaitable[Any]) -> Any:
@@ -435,9 +441,9 @@ class DatasetReader:
         """Whether another reader can continue from here without reading a stream again from its beginning."""
         return not self._setup.iterable or self._bookmark.keeps_state
 
-    def first_cursor(self) -> PackedCursor | None:
-        """Return the cursor at the beginning of an epoch; None if the dataset has no state."""
-        return self._bookmark.initial()
+    def first_cursors(self) -> list[PackedCursor | None]:
+        """Return the cursor at the beginning of an epoch, of the only copy; None if the dataset has no state."""
+        return [self._bookmark.initial()]
 
     def last_cursor(self) -> PackedCursor | None:
         """Return the cursor at the end of the dataset; None if it has no state."""
@@ -505,17 +511,6 @@ class _TimedCollate:
         self.seconds = perf_counter() - began
         self._time("collate", self.seconds)
         return batch
-
-
-@plain_context
-def _answered_before() -> Generator[None]:
-    """Context around the re-reading of an answered batch: what failed it was its answer, and the consumer has that."""
-    try:
-        yield
-    except EndOfData:
-        raise
-    except Exception:  # noqa: S110 - as said
-        pass
 
 
 def _no_collate(samples: Any) -> None:

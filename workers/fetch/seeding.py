@@ -259,7 +259,7 @@ class GlobalDrawCheck:
             # One warning is enough; from here on the states are not compared any more.
             self._before = None
             warn_aside(
-                f"A dataset drew from the process-global generators ({', '.join(names)}) in seeded mode, but its "
+                f"A dataset drew from the process-global generators ({', '.join(names)}), but its "
                 "samples are made concurrently, so these draws depend on timing. Use asyncloader.sample_rng().torch, "
                 ".numpy or .random in the dataset.",
                 stacklevel=2,

@@ -101,6 +101,8 @@ class WorkerSetup(NamedTuple):
     """The user's function from a sample as read to a sample as collated; None: samples are not decoded."""
     decode_threads: int = 0
     """Threads that run `decode`, where samples are awaited or fetched by threads; 0: inline."""
+    workers: int = 1
+    """Workers that serve the streams of a dataset that says that it has streams: `num_workers` is then their number."""
 
 
 def stream_in_words(setup: WorkerSetup, number: int, *, in_worker: bool) -> str | None:

@@ -11,7 +11,7 @@ no version field. A service, whose nodes pass bodies on between machines, compar
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 # main -> worker
@@ -66,6 +66,7 @@ _TRIM_HEAD = struct.Struct("=II")  # ring number, slot
 _LIMIT_HEAD = struct.Struct("=I")  # samples
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
+_SIZE = struct.Struct("=I")
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
 _ASK_HEAD = struct.Struct("=IQQ")  # epoch, number, batch
 _ASSIGNMENT_HEAD = struct.Struct("=IQ")  # epoch, number
@@ -76,6 +77,7 @@ MOST_FRAME = 1 << 31
 """Bytes of a frame, at most, unless a splitter says otherwise."""
 _LONGEST_S = 1e12
 _MOST_SAMPLES = 1 << 16  # at a time, as when a service's node is connected
+_MOST_COPIES = 1 << 10  # of a dataset, in one worker
 
 
 class Result(NamedTuple):
@@ -162,18 +164,26 @@ def unpack_reset(body: bytes) -> tuple[int, bytes]:
     return _unpack(_RESET_HEAD, body)[0], body[_RESET_HEAD.size :]
 
 
-def pack_started(epoch: int, error: bytes, cursor: bytes) -> bytes:
-    """Pack STARTED (the worker has begun the epoch): the pickled start-up error, if any, and the pickled cursor."""
-    return pack(STARTED, _STARTED_HEAD.pack(epoch, len(error)) + error + cursor)
+def pack_started(epoch: int, error: bytes, cursors: Sequence[bytes]) -> bytes:
+    """Pack STARTED (the worker has begun the epoch): the packed start-up error, if any, and the packed cursors of its
+    copies of the dataset. An empty cursor: that copy has none.
+    """
+    parts = [part for cursor in cursors for part in (_SIZE.pack(len(cursor)), cursor)]
+    return pack(STARTED, b"".join((_STARTED_HEAD.pack(epoch, len(error)), error, *parts)))
 
 
-def unpack_started(body: bytes) -> tuple[int, bytes, bytes]:
-    """Return epoch, error, cursor."""
+def unpack_started(body: bytes) -> tuple[int, bytes, list[bytes]]:
+    """Return epoch, error, cursors."""
     epoch, size = _unpack(_STARTED_HEAD, body)
-    rest = body[_STARTED_HEAD.size :]
-    if size > len(rest):
+    at = _STARTED_HEAD.size + size
+    error, cursors = body[_STARTED_HEAD.size : at], list[bytes]()
+    while at < len(body) and len(cursors) < _MOST_COPIES:
+        (size,) = _unpack(_SIZE, body[at : at + _SIZE.size])
+        at += _SIZE.size + size
+        cursors.append(body[at - size : at])
+    if at != len(body):
         raise ValueError("broken stream: a frame is cut off")
-    return epoch, rest[:size], rest[size:]
+    return epoch, error, cursors
 
 
 def pack_answer(kind: int, epoch: int, seq: int, busy: float, payload: bytes = b"") -> bytes:

@@ -9,7 +9,6 @@ the number of threads is set for its thread alone.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -23,16 +22,16 @@ import torch
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder, recording
 from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.fetch.worker_info import ContextInfo, answering, install_context_info
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import count_samples
 from asyncloader.workers.memory.ring import WorkerRing
-from asyncloader.workers.stream_readers import Identify
+from asyncloader.workers.stream_readers import ContextIdentities, Identities
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.threads.global_draws import GlobalDraws, Said
 from asyncloader.workers.threads.link import ThreadChannel
 from asyncloader.workers.threads.object_codec import ObjectCodec
-from asyncloader.workers.threads.worker_info import answering, install_thread_info, make_thread_info, use_thread_info
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async
 
 _OPENMP = ("libgomp.so.1", "libomp.so.5", "libiomp5.so")
@@ -63,16 +62,11 @@ class ThreadTaskRunner(TaskRunner):
         return setup.base_seed + self.worker_id
 
     def _install_info(self, setup: WorkerSetup, seed: int, dataset: Any) -> None:
-        install_thread_info(self.worker_id, setup, seed, dataset)
+        del seed
+        install_context_info(ContextInfo(self.worker_id, setup, dataset))
 
-    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
-        infos = {stream: make_thread_info(stream, setup, dataset) for stream, dataset in datasets.items()}
-
-        def identify(stream: int) -> contextlib.AbstractContextManager[None]:
-            use_thread_info(infos[stream])
-            return contextlib.nullcontext()
-
-        return identify
+    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identities:
+        return ContextIdentities(setup, datasets)
 
     def _watched(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         return functools.partial(self._draws.watched, fetch)

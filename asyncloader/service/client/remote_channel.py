@@ -178,7 +178,7 @@ class RemoteChannel:
         return self._tasks.get((epoch, task), (0, 0, 0.0))[2]
 
     def _answered(self, kind: int, body: bytes) -> None:
-        if kind in (wire.ERROR, wire.ALL_DROPPED):
+        if kind in (wire.ERROR, wire.ALL_DROPPED, wire.STREAM_ENDED):
             epoch, task, _, _ = wire.unpack_answer(body)
             self._tasks.pop((epoch, task), None)
         elif kind == wire.EXHAUSTED:

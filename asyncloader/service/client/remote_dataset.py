@@ -50,6 +50,8 @@ class RemoteDataset:
         # the position itself.
         if info.stateful and info.shuffle is None:
             self.state_dict = self.load_state_dict = self._is_elsewhere
+        if info.loader_streams is not None:
+            self.loader_streams = info.loader_streams
 
     def _is_elsewhere(self, *_: Any) -> NoReturn:
         raise TypeError(f"{self!r} is read by the service's workers, and has no samples here: iterate the loader")

@@ -19,11 +19,16 @@ from asyncloader.workers.fetch.dataset_streams import count_streams
 def dataset_info_of(dataset: Any) -> DatasetInfo:
     """Look at a dataset."""
     iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
-    problem = ""
+    problem, number = "", None
+    if iterable:
+        try:
+            number = count_streams(dataset)
+        except Exception as error:  # that of the user's attribute, too
+            problem = f"{error}"
     if assigns_shards(dataset):  # its length would cost a look into each of its shards
         buffer, streams = getattr(dataset, "shuffle_buffer", 0), getattr(dataset, "streams", None)
         fixed = streams, streams is not None and bool(getattr(dataset, "shuffle_shards", False))
-        return DatasetInfo(True, None, True, is_stateful(dataset), buffer, "", *fixed)
+        return DatasetInfo(True, None, True, is_stateful(dataset), buffer, problem, *fixed)
     try:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
@@ -33,11 +38,7 @@ def dataset_info_of(dataset: Any) -> DatasetInfo:
             f"a service cannot read a {type(dataset).__name__}, whose order the loader computes from its parts: leave "
             "out workers=, so that workers of the trainer's machine read it"
         )
-    elif iterable:
-        try:
-            count_streams(dataset, elsewhere=True)
-        except Exception as error:  # that of the user's attribute, too
-            problem = f"{error}"
-    elif length is None:
+    elif not iterable and length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
-    return DatasetInfo(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)
+    asynchronous, stateful = is_async_dataset(dataset), is_stateful(dataset)
+    return DatasetInfo(iterable, length, asynchronous, stateful, None, problem, loader_streams=number)

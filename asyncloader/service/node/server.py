@@ -419,12 +419,9 @@ class Node:
             self._keep(link)
         else:
             opening = read_opening(message.body)
-            if opening.share and (info.iterable or info.stateful):
-                raise Refused("share='epoch' is for datasets with an index and without a state of their own")
-            if (opening.catalog is None) != (info.shuffle is None):
-                raise Refused("this dataset's shards are, or are not, assigned by the loader")
-            if opening.catalog is not None and (opening.catalog.batch > 0) != (info.streams is not None):
-                raise Refused("this dataset's streams are, or are not, fixed")
+            problem = opening.mismatch(info)
+            if problem:
+                raise Refused(problem)
             # Reads in threads need other processes: whether connections share an event loop is decided at the start.
             if opening.setup.fetch_threads and not info.asynchronous:
                 host = self._host(served, host.setup.arguments, threads=True)

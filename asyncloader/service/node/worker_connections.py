@@ -313,7 +313,7 @@ class RelayedConnection:
         if kind == wire.RESULT:
             self._result(body)
             return
-        if kind in (wire.ERROR, wire.EXHAUSTED, wire.ALL_DROPPED):
+        if kind in (wire.ERROR, wire.EXHAUSTED, wire.STREAM_ENDED, wire.ALL_DROPPED):
             epoch, task, _, _ = wire.unpack_answer(body)
             self._rings.answered(epoch, task, wire.NO_SLOT, 0)
             self._answered(epoch, task)

@@ -449,6 +449,8 @@ class _Host:
                 connection.runner.control(kind, body)
         except Exception as error:  # the loader has hung up or sent a broken frame, or the dataset is at fault
             self._fail(connection, error, at_task=kind == wire.TASK)
+        # Of several streams, it is the info of the one that was read last.
+        connection.info = torch_worker._worker_info
         # Also after an error: a number that stays means a task that does not end, for which the node kills the process
         # some time after that connection was closed.
         self._recorder.put(CONNECTION_KEY, 0)

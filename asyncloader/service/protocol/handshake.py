@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 if TYPE_CHECKING:
     from asyncloader.service.definition import Defined
 
-PROTOCOL = 2
+PROTOCOL = 3
 MOST_WORKERS = 1 << 16
 MOST_ARGUMENTS = 1 << 16
 """Characters of a definition's arguments as JSON, at most."""
@@ -153,6 +153,19 @@ class Opening(NamedTuple):
     catalog: Catalog | None
     """The shards that the loader assigns; None: the loader assigns none."""
 
+    def mismatch(self, info: DatasetInfo) -> str:
+        """Return why such a worker cannot read the dataset; empty if it can."""
+        if self.share and (info.iterable or info.stateful):
+            return "share='epoch' is for datasets with an index and without a state of their own"
+        if (self.catalog is None) != (info.shuffle is None):
+            return "this dataset's shards are, or are not, assigned by the loader"
+        if self.catalog is not None and (self.catalog.batch > 0) != (info.streams is not None):
+            return "this dataset's streams are, or are not, fixed"
+        number, workers = info.loader_streams, self.setup.workers
+        if number is not None and not (self.setup.num_workers == number and self.worker < workers <= number):
+            return f"this dataset is {number} streams, and the loader reads it otherwise"
+        return ""
+
 
 def nonce() -> bytes:
     """A new random number."""
@@ -189,6 +202,7 @@ class _LoaderOptions(NamedTuple):
     replays: bool
     fetch_threads: Annotated[int, Meta(ge=0, le=1 << 10)]
     decode_threads: Annotated[int, Meta(ge=0, le=1 << 10)]
+    workers: Annotated[int, Meta(ge=1, le=MOST_WORKERS)]
 
 
 class _Seeds(NamedTuple):

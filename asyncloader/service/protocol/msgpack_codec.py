@@ -26,6 +26,7 @@ from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType, describe
 from asyncloader.workers.fetch.dataset_state import Cursor, CursorPacker, PackedCursor
+from asyncloader.workers.fetch.dataset_streams import MOST_STREAMS
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
@@ -98,22 +99,13 @@ class MsgpackCodec:
         if type(values) is not tuple or len(values) != len(EpochStart._fields):
             raise ValueError("broken stream: the start of an epoch that cannot be read")
         start = EpochStart(*values)
-        right = (
-            _is_count(start.shared_seed, None)
-            and _is_count(start.epoch)
-            and type(start.epoch_set) is bool
-            and _is_count(start.skip)
-            and _is_count(start.errors)
-            and _is_count(start.stream_key)
-            and start.message == b""  # a loader's own workers would unpickle it
-            and start.streams == ()  # a service reads no dataset as several streams
-        )
-        if start.cursor is not None:
-            if type(start.cursor) is not Cursor:
-                raise ValueError("broken stream: a cursor that cannot be read")
-            _check_cursor(start.cursor)
-        if not right:
+        if type(start.streams) is not tuple or len(start.streams) > MOST_STREAMS:
             raise ValueError("broken stream: the start of an epoch that cannot be read")
+        _check_start(start)
+        for each in start.streams:
+            if type(each) is not EpochStart or type(each.streams) is not tuple or each.streams:
+                raise ValueError("broken stream: the start of a stream that cannot be read")
+            _check_start(each)
         return start
 
     def template(self, data: bytes) -> BatchTemplate:
@@ -163,6 +155,25 @@ def _readable(record: SkippedSample) -> SkippedSample:
     return record._replace(
         error=line_of(record.error, ERROR_CHARACTERS), traceback=block_of(record.traceback, TRACEBACK_CHARACTERS)
     )
+
+
+def _check_start(start: EpochStart) -> None:
+    right = (
+        _is_count(start.shared_seed, None)
+        and _is_count(start.epoch)
+        and type(start.epoch_set) is bool
+        and _is_count(start.skip)
+        and _is_count(start.errors)
+        and _is_count(start.stream_key)
+        and type(start.message) is bytes
+        and not start.message  # a loader's own workers would unpickle it
+    )
+    if not right:
+        raise ValueError("broken stream: the start of an epoch that cannot be read")
+    if start.cursor is not None:
+        if type(start.cursor) is not Cursor:
+            raise ValueError("broken stream: a cursor that cannot be read")
+        _check_cursor(start.cursor)
 
 
 def _check_cursor(value: Any) -> None:

@@ -28,6 +28,7 @@ from asyncloader.events import PositionedIndex
 from asyncloader.service.protocol.batch_types import is_named_tuple, name_of
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_parts
 
 
@@ -58,7 +59,7 @@ _INTEGER = {int}
 SECRETLY_HASHED = frozenset([type(None), bool, str, bytes])
 ARRAY_KINDS = frozenset("biufcMmSU")
 
-OURS: dict[str, type] = {kind.__name__: kind for kind in (PositionedIndex, Cursor, SkippedSample)}
+OURS: dict[str, type] = {kind.__name__: kind for kind in (PositionedIndex, Cursor, EpochStart, SkippedSample)}
 _OUR_NAMES = {kind: name for name, kind in OURS.items()}
 ALL_DTYPES: dict[str, torch.dtype] = {
     name: dtype for name in dir(torch) if isinstance(dtype := getattr(torch, name), torch.dtype) and dtype.itemsize

@@ -12,57 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import IterDataPipe, get_worker_info
 
-from asyncloader import DataLoader, Recovery, StateError
+from asyncloader import DataLoader, Recovery, RemoteIterableDataset, StateError
 from tests.helpers.comparing import assert_same
+from tests.helpers.declared_streams import Drawless, Streams, mark
 from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
-
-LENGTHS = [7, 3, 11, 0, 6]
-
-
-class Streams(IterableDataset[Any]):
-    """Stateful streams of these lengths. A sample has the stream, its number there, the seed of `get_worker_info`, and
-    numbers from the process's generators.
-    """
-
-    def __init__(self, lengths: list[int] = LENGTHS, **attributes: Any) -> None:
-        self.lengths = lengths
-        self.loader_streams: Any = len(lengths)
-        self.next = 0
-        self.marked = -1
-        vars(self).update(attributes)
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        assert (info.num_workers, info.dataset) == (len(self.lengths), self)
-        while self.next < self.lengths[info.id]:
-            now = get_worker_info()
-            assert now is not None
-            assert (now.id, now.seed, now.dataset) == (info.id, info.seed, self)
-            self.next += 1
-            yield self.sample(info)
-        self.next = 0
-
-    def sample(self, info: Any) -> torch.Tensor:
-        drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
-        return torch.tensor([info.id, self.next - 1, info.seed % 1000, self.marked, *drawn], dtype=torch.float64)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
-
-
-def mark(number: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    assert info.id == number
-    vars(info.dataset)["marked"] = random.randrange(1000)
 
 
 def process_generators() -> Any:
@@ -178,17 +135,10 @@ def test_the_error_of_a_stream_names_it(workers: int) -> None:
 
 def test_threads_serve_streams() -> None:
     """Worker threads give the same samples in the same order; their random numbers are not the process's."""
-    with Stepwise("sync", Own(), batch_size=2, num_workers=2, workers="threads", seed=5) as run:
+    with Stepwise("sync", Drawless(), batch_size=2, num_workers=2, workers="threads", seed=5) as run:
         got = run.epoch()
-    with Stepwise("sync", Own(), batch_size=2, seed=5) as run:
+    with Stepwise("sync", Drawless(), batch_size=2, seed=5) as run:
         assert_same(got, run.epoch())
-
-
-class Own(Streams):
-    """Streams that draw from no generator of the process."""
-
-    def sample(self, info: Any) -> torch.Tensor:
-        return torch.tensor([info.id, self.next - 1, info.seed % 1000])
 
 
 # ------------------------------------------------------------------------------------------- refusals
@@ -257,11 +207,10 @@ class Raising(Streams):
         pass
 
 
-class Awaited(Streams):
-    """An asynchronous dataset."""
+class Shards(RemoteIterableDataset):
+    """A dataset whose shards the loader assigns."""
 
-    async def __aiter__(self) -> Any:
-        yield torch.zeros(1)
+    loader_streams = 2
 
 
 class Piped(IterDataPipe[Any]):
@@ -283,14 +232,20 @@ class Piped(IterDataPipe[Any]):
         (Streams(loader_streams=True), TypeError, "should be an integer.*is True"),
         (Streams(loader_streams="5"), TypeError, "should be an integer.*is '5'"),
         (Raising(), AttributeError, "no index yet"),
-        (Awaited(), TypeError, "an async dataset cannot be read as several streams"),
-        (Piped(), TypeError, "a datapipe cannot be read as several streams"),
+        (Piped(), TypeError, "it is a datapipe, .* so it cannot be read as several streams"),
+        (Shards("none.tar"), TypeError, "its shards are assigned to the workers while they read"),
     ],
 )
 def test_what_loader_streams_cannot_be(dataset: Any, kind: type[Exception], text: str) -> None:
     """The constructor refuses it, with the value."""
     with pytest.raises(kind, match=text):
         DataLoader(dataset, batch_size=2)
+
+
+def test_the_number_of_workers_is_not_chosen() -> None:
+    """A stream stays with its worker, so the number cannot change while the epoch runs."""
+    with pytest.raises(ValueError, match="each of the dataset's streams stays with one worker while an epoch runs"):
+        DataLoader(Streams(), batch_size=2, seed=1, num_workers="auto")
 
 
 def test_a_dataset_that_cannot_be_copied() -> None:

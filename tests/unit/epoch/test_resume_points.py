@@ -155,7 +155,7 @@ def test_a_stream_of_which_only_errors_came() -> None:
     where.failed(0)
     assert where.start(0) == BEGIN._replace(skip=1)
     where = resume_points()
-    where.began(0, pickle_cursor(cursor(0)))
+    where.began(0, [pickle_cursor(cursor(0))])
     where.failed(0)
     assert where.obstacle(0) == ""
     assert where.start(0) == BEGIN._replace(cursor=cursor(0), skip=1)
@@ -165,6 +165,16 @@ def test_a_stream_of_which_only_errors_came() -> None:
     assert where.start(0) == BEGIN._replace(skip=1)
     answer(where, None)
     assert where.obstacle(0)
+
+
+def test_a_worker_begins_the_copies_that_it_has() -> None:
+    """A service's worker may send another number of cursors, which is refused before any is taken."""
+    where = resume_points()
+    for cursors in ([], [None, pickle_cursor(cursor(0))]):
+        with pytest.raises(ValueError, match=f"{len(cursors)} cursors of 1 copies from worker 0"):
+            where.began(0, cursors)
+    assert where.start(0) == BEGIN
+    assert where.began(0, [None]) == []
 
 
 def test_errors_of_assigned_shards_are_no_batches() -> None:

@@ -193,7 +193,7 @@ async def test_the_users_collation_is_exact(in_worker: bool) -> None:
 async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
     """The warning is given only in a worker: elsewhere the user's own draws cannot be distinguished."""
     one = reader(Careless(), in_worker=True)
-    with pytest.warns(UserWarning, match=r"\(random\) in seeded mode"):
+    with pytest.warns(UserWarning, match=r"process-global generators \(random\)"):
         await one.fetch_async((0, [1, 2]))
     await one.fetch_async((2, [1, 2]))
     await reader(Careless(), in_worker=False).fetch_async((0, [1, 2]))

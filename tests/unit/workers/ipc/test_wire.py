@@ -49,6 +49,25 @@ def test_reset_round_trip(kind: int) -> None:
     assert wire.unpack_reset(only_frame(wire.pack_reset(kind, 7, b"seed"))[1]) == (7, b"seed")
 
 
+@pytest.mark.parametrize("cursors", [[], [b""], [b"where it stands", b"", b"there"]])
+def test_started_round_trip(cursors: list[bytes]) -> None:
+    """The start of an epoch carries an error, and a cursor for each copy of the dataset; a part of it is refused."""
+    kind, body = only_frame(wire.pack_started(3, b"why", cursors))
+    assert (kind, wire.unpack_started(body)) == (wire.STARTED, (3, b"why", cursors))
+    whole = {11 + sum(4 + len(each) for each in cursors[:count]) for count in range(len(cursors) + 1)}
+    for size in range(len(body)):
+        if size not in whole:
+            with pytest.raises(ValueError, match="broken stream"):
+                wire.unpack_started(body[:size])
+
+
+def test_started_of_too_many_copies() -> None:
+    """A frame of empty cursors would be a list of millions."""
+    assert len(wire.unpack_started(wire.pack_started(0, b"", [b""] * 1024)[5:])[2]) == 1024
+    with pytest.raises(ValueError, match="broken stream"):
+        wire.unpack_started(wire.pack_started(0, b"", [b""] * 1025)[5:])
+
+
 @pytest.mark.parametrize("kind", [wire.ERROR, wire.EXHAUSTED])
 def test_answer_round_trip(kind: int) -> None:
     """An answer without a batch carries epoch, number, busy seconds and a payload."""

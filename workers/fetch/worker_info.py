@@ -1,4 +1,4 @@
-"""Gives each worker thread its own answer of `torch.utils.data.get_worker_info`, and its own random numbers.
+"""Gives worker threads, and streams, their own answers of `torch.utils.data.get_worker_info` and random numbers.
 
 Data path: none; asked by the user's dataset and transforms.
 
@@ -7,6 +7,8 @@ torch.utils.data import get_worker_info``), so neither another function in torch
 thread. While any worker thread runs, the function therefore has other *code*: in a worker thread, and in whatever runs
 in its context (`asyncio` tasks, `asyncio.to_thread`), it returns the thread's own; everywhere else what torch's code
 returns, None in the main process. When the last worker thread has ended, the function has torch's code again.
+
+The same holds while the code of a stream runs that is read without workers, or is awaited beside other streams.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ import random
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar, Token
 from typing import Any
 
 import numpy as np
@@ -73,15 +75,35 @@ class ThreadRng(_Base):  # type: ignore[misc]
         return self._made["numpy"]  # type: ignore[no-any-return]
 
 
-class _ThreadInfo:
-    """What `get_worker_info` returns in one worker thread."""
+class ContextInfo:
+    """What `get_worker_info` returns in one worker thread, or in the code of one stream.
 
-    def __init__(self, worker_id: int, setup: WorkerSetup, seed: int, dataset: Any) -> None:
+    Args:
+        worker_id: the number of the worker, or of the stream.
+        setup: of the worker.
+        dataset: its copy.
+    """
+
+    def __init__(self, worker_id: int, setup: WorkerSetup, dataset: Any) -> None:
+        seed = setup.base_seed + worker_id
         self._parts = {"id": worker_id, "num_workers": setup.num_workers, "seed": seed, "dataset": dataset}
         state = torch_worker._generate_state(setup.base_seed, worker_id)  # as torch seeds numpy in a process
         self.own = self._with(ThreadRng(seed, state))
 
+    def save(self) -> dict[str, Any]:
+        """Return the generators that were asked for, for `restore` in another process."""
+        made: dict[str, Any] = self.own.rng._made
+        return made | {name: made[name].get_state() for name in ("torch",) if name in made}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Go on with these generators, of `save`."""
+        rest = dict(saved)
+        if "torch" in rest:
+            self.own.rng.torch_generator.set_state(rest.pop("torch"))
+        self.own.rng._made.update(rest)
+
     def now(self) -> Any:
+        """Return the `WorkerInfo`: in seeded mode with the generators of the sample that is made."""
         sample = current_sample()
         if sample is None:
             return self.own
@@ -108,20 +130,10 @@ class _FixedInfo:
         return self._info
 
 
-_here: ContextVar[_ThreadInfo | _FixedInfo | None] = ContextVar("asyncloader_thread_info", default=None)
+_here: ContextVar[ContextInfo | _FixedInfo | None] = ContextVar("asyncloader_thread_info", default=None)
 
 
-def install_thread_info(worker_id: int, setup: WorkerSetup, seed: int, dataset: Any) -> None:
-    """Make `get_worker_info` answer in this thread. Within `answering` only."""
-    use_thread_info(_ThreadInfo(worker_id, setup, seed, dataset))
-
-
-def make_thread_info(worker_id: int, setup: WorkerSetup, dataset: Any) -> _ThreadInfo:
-    """Make the answer of `get_worker_info` for one of the streams that a thread serves: see `use_thread_info`."""
-    return _ThreadInfo(worker_id, setup, setup.base_seed + worker_id, dataset)
-
-
-def use_thread_info(held: _ThreadInfo) -> None:
+def install_context_info(held: ContextInfo) -> None:
     """Make `get_worker_info` answer so in this thread. Within `answering` only."""
     _here.set(held)
     WORKERS_OWN.set(held.own.rng.torch_generator)
@@ -142,7 +154,7 @@ _STACKING = torch_collate.collate_tensor_fn.__code__
 
 def _get_worker_info() -> Any:
     """Its code takes the place of that of torch's function, so it can name nothing but builtins and imports."""
-    from asyncloader.workers.threads.worker_info import info_here
+    from asyncloader.workers.fetch.worker_info import info_here
 
     return info_here()
 
@@ -152,7 +164,7 @@ _TORCHS = _FUNCTION.__code__
 
 
 class _Answering:
-    """How many worker threads run."""
+    """How many worker threads run, and calls of streams' code."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -183,6 +195,13 @@ def _forget_all() -> None:
     _FUNCTION.__code__ = _TORCHS
 
 
+def answer_by_context() -> None:
+    """Have `get_worker_info` answer by context from now on: in a process of ours, also for what its streams leave
+    running.
+    """
+    _answering.begin()
+
+
 @contextmanager
 def answering() -> Generator[None]:
     """Have `get_worker_info` answer by thread within this context, in all threads."""
@@ -196,11 +215,21 @@ def answering() -> Generator[None]:
 
 @plain_context
 def answering_with(info: Any) -> Generator[None]:
-    """Have `get_worker_info` return this within this context, in this thread alone: without workers."""
-    token = _here.set(_FixedInfo(info))
+    """Have `get_worker_info` return this within this context, and nowhere else.
+
+    Args:
+        info: a `WorkerInfo`; or a `ContextInfo`, whose generators are then those of the code.
+    """
+    held = info if isinstance(info, ContextInfo) else _FixedInfo(info)
+    tokens: list[tuple[ContextVar[Any], Token[Any]]] = [(_here, _here.set(held))]
+    if isinstance(held, ContextInfo):
+        tokens.append((WORKERS_OWN, WORKERS_OWN.set(held.own.rng.torch_generator)))
     _answering.begin()
     try:
         yield
     finally:
-        _here.reset(token)
         _answering.end()
+        for variable, token in tokens:
+            # A coroutine that is never finished is closed in another context, which has another value.
+            with suppress(ValueError):
+                variable.reset(token)

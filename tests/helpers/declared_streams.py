@@ -1,0 +1,121 @@
+"""Datasets that say by `loader_streams` that they are a number of streams."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from asyncloader import sample_rng
+
+LENGTHS = [7, 3, 11, 0, 6]
+
+
+class Streams(IterableDataset[Any]):
+    """Stateful streams of these lengths. A sample has the stream, its number there, the seed of `get_worker_info`, and
+    numbers from the process's generators.
+    """
+
+    def __init__(self, lengths: list[int] = LENGTHS, **attributes: Any) -> None:
+        self.lengths = lengths
+        self.loader_streams: Any = len(lengths)
+        self.next = 0
+        self.marked = -1
+        vars(self).update(attributes)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        assert (info.num_workers, info.dataset) == (len(self.lengths), self)
+        while self.next < self.lengths[info.id]:
+            now = get_worker_info()
+            assert now is not None
+            assert (now.id, now.seed, now.dataset) == (info.id, info.seed, self)
+            self.next += 1
+            yield self.sample(info)
+        self.next = 0
+
+    def sample(self, info: Any) -> torch.Tensor:
+        drawn = [random.random(), float(np.random.random()), float(torch.rand(()))]
+        return torch.tensor([info.id, self.next - 1, info.seed % 1000, self.marked, *drawn], dtype=torch.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class Drawless(Streams):
+    """Streams that draw from no generator of the process."""
+
+    def sample(self, info: Any) -> torch.Tensor:
+        return torch.tensor([info.id, self.next - 1, info.seed % 1000])
+
+
+class AwaitedStreams(Streams):
+    """The same, awaited: each stream has a connection of its own, and numbers from the sample's own generators."""
+
+    connected = -1
+    """The stream whose connection it is."""
+    connections = 0
+    """Those of this process that are open."""
+
+    async def __aenter__(self) -> Self:
+        info = get_worker_info()
+        assert info is not None
+        assert info.dataset is self
+        assert self.connected == -1
+        await asyncio.sleep(0)
+        self.connected = info.id
+        AwaitedStreams.connections += 1
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await asyncio.sleep(0)
+        AwaitedStreams.connections -= 1
+        self.connected = -1
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        info = get_worker_info()
+        assert info is not None
+        assert (info.num_workers, info.dataset) == (len(self.lengths), self)
+        while self.next < self.lengths[info.id]:
+            assert self.connected == info.id
+            await asyncio.sleep(0)
+            now = get_worker_info()
+            assert now is not None
+            assert (now.id, now.seed, now.dataset) == (info.id, info.seed, self)
+            self.next += 1
+            yield await self.awaited(info)
+        self.next = 0
+
+    async def awaited(self, info: Any) -> torch.Tensor:
+        return self.sample(info)
+
+    def sample(self, info: Any) -> torch.Tensor:
+        rng = sample_rng()
+        drawn = [rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))]
+        return torch.tensor([info.id, self.next - 1, info.seed % 1000, self.marked, *drawn], dtype=torch.float64)
+
+
+def mark(number: int) -> None:
+    """A `worker_init_fn` that draws."""
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == number
+    vars(info.dataset)["marked"] = random.randrange(1000)
+
+
+async def mark_awaited(number: int) -> None:
+    """A `worker_init_fn` that is awaited, and draws from the stream's own generator."""
+    info = get_worker_info()
+    assert info is not None
+    assert info.id == number
+    await asyncio.sleep(0)
+    vars(info.dataset)["marked"] = sample_rng().random.randrange(1000)
