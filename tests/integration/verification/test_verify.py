@@ -28,7 +28,7 @@ from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.junit import as_junit
 from asyncloader.verification.making import CannotVerify, import_target, made
 from asyncloader.verification.plan import LoaderFacts, disturbances
-from asyncloader.verification.runs import _kill_worker, described
+from asyncloader.verification.runs import _kill_worker, described, run
 from asyncloader.verification.verify import Verification, verify
 from tests.helpers.running import ROOT
 from tests.integration.verification import awkward, chosen, planted
@@ -246,6 +246,12 @@ def test_nothing_stays_behind(
     assert pids
     running = {each.pid for each in psutil.process_iter() if each.status() != psutil.STATUS_ZOMBIE}
     assert not running.intersection(pids)
+
+
+def test_a_slow_start_leaves_batches_to_compare() -> None:
+    """The time of a run is counted from its first batch: two are read at least."""
+    found = run(awkward.sound, {"batches": 5, "seconds": 0.0}, lambda _: None)
+    assert (len(found["batches"]), found["error"]) == (2, None)
 
 
 def test_only_a_worker_is_killed() -> None:
