@@ -47,9 +47,10 @@ IMPORTED = [
     "aiohttp",
     "uvloop",
     "_pytest.pytester",
+    *early_fork.PACKAGE,
 ]
-"""Imported before the forks, where installed: modules that many files import or that take long, and no module of this
-project. pytest's plugins are imported, too.
+"""Imported before the forks, where installed: modules that many files import or that take long. pytest's plugins are
+imported, too. The processes that the tests spawn, and their fork servers, have these modules as well (early_fork.py).
 """
 
 

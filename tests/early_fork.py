@@ -36,6 +36,16 @@ PROGRAMS = tuple(
     for module in ("spawn", "forkserver")
 )
 
+PACKAGE = (
+    "asyncloader.loader",
+    "asyncloader.async_loader",
+    "asyncloader.remote.dataset",
+    "asyncloader.service.node.cli",
+)
+"""Modules of the package that are imported before the forks, where what they need is installed: what most spawned
+processes use, and a node with its processes.
+"""
+
 CHANGING = ("PYTEST_", "ASYNCLOADER_", "TORCHELASTIC_RUN_ID", "MASTER_PORT", "XDG_RUNTIME_DIR")
 """The first letters of variables that differ between tests. No import reads them."""
 
@@ -198,13 +208,26 @@ def _serve(connection: socket.socket) -> NoReturn:
             os.close(each)
 
 
+def of_libraries() -> set[int]:
+    """Return the descriptors that shared libraries keep: some builds of libffi need that of their file for callbacks.
+    A descriptor that is passed has another number, as the process that passes it has the library, too.
+    """
+    found = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the descriptor of that listing
+            if ".so" in each.readlink().suffixes:
+                found.add(int(each.name))
+    return found
+
+
 def _run(asked: dict[str, Any], received: list[int]) -> int:
     """Run the program as `python -c` does. Returns its exit code."""
     numbers = [0, 1, 2, *asked["numbers"]]
     # Out of the way first: a received descriptor may have a number that another one must get.
     moved = [fcntl.fcntl(each, fcntl.F_DUPFD, max(numbers) + 1) for each in received]
+    kept = {*moved, *of_libraries()}
     for each in map(int, [each.name for each in Path("/proc/self/fd").iterdir()]):
-        if each not in moved:
+        if each not in kept:
             with suppress(OSError):  # the descriptor of that listing
                 os.close(each)
     for descriptor, number in zip(moved, numbers, strict=True):

@@ -39,8 +39,11 @@ LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
 
 SHARED = "ASYNCLOADER_SCRIPT_SERVERS"
 """The variable in which `python -m tests` names a folder for the sockets of its forks' servers, and its pid."""
-# Only the forks themselves share servers, and no program that they start: programs do not get the variable.
+# Of the programs that they start, only those share servers that are given the variable (`sharing`).
 _shared = os.environ.pop(SHARED, "").rpartition(":")
+
+SPAWNING = ("asyncloader.service.placement.agent_node", "tests.stress.wire")
+"""Modules that are programs which start interpreters."""
 
 
 # ------------------------------------------------------------------------------------------- in the tests' process
@@ -195,6 +198,11 @@ def _connect(folder: Path, runner: int, options: Sequence[str], env: Mapping[str
     return connection
 
 
+def sharing() -> dict[str, str]:
+    """Return the variable with which a program shares the servers of `python -m tests`; nothing without that runner."""
+    return {SHARED: "".join(_shared)} if _shared[0] else {}
+
+
 def descriptors() -> set[int]:
     """Return the descriptors of the connections to servers."""
     return {server.connection.fileno() for server in Server.running.values()}
@@ -247,7 +255,10 @@ def serve(channel: socket.socket, owner: int) -> dict[str, Any]:
                 numbers = asked.pop("numbers")
                 unused = max(*held, *numbers) + 1
                 moved = [fcntl.fcntl(each, fcntl.F_DUPFD, unused) for each in passed]
-                os.closerange(3, unused)
+                libraries: set[int] = import_module("early_fork").of_libraries()
+                for descriptor in {*range(3, unused)} - libraries:
+                    with suppress(OSError):  # of no open file
+                        os.close(descriptor)
                 for descriptor, its_number in zip(moved, numbers, strict=True):
                     os.dup2(descriptor, its_number)
                     os.close(descriptor)
@@ -315,7 +326,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 def starts_interpreters(program: Sequence[str]) -> bool:
     """Whether the program may have spawned processes or a fork server: it names them, a remote dataset, or a node."""
     if program[0] == "-m":
-        return program[1:3] == ["asyncloader", "serve"] or program[1] == "asyncloader.service.placement.agent_node"
+        return program[1:3] == ["asyncloader", "serve"] or program[1] in SPAWNING
     source = program[1].encode() if program[0] == "-c" else Path(program[0]).read_bytes()
     return re.search(rb"spawn|forkserver|\bserve\b|Remote|Shards", source) is not None
 
@@ -324,13 +335,14 @@ if __name__ == "__main__":
     given, its_owner = socket.socket(fileno=int(sys.argv[1])), os.pidfd_open(int(sys.argv[2]))
     if os.fork():
         os._exit(0)  # the server must not be a child of a test's process, because tests check their process's children
-    import_module("early_fork")
+    early_fork: Any = import_module("early_fork")
     del sys.path[0]  # this file's folder
     import numpy as np
     import torch
 
-    with suppress(ImportError):
-        import_module("asyncloader.async_loader")
+    for name in early_fork.PACKAGE:
+        with suppress(ImportError):
+            import_module(name)
     GENERATORS = (np.random.seed, torch.default_generator.seed)
     gc.collect()
     gc.freeze()  # the imported objects: at its end a program would copy all of their pages, which takes a second

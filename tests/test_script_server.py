@@ -25,7 +25,9 @@ print(sys.argv, sys.path, sys.flags, sys.warnoptions, os.getcwd(), sys.stdout.li
 print(sorted(os.environ.items()))
 print(os.getpgid(0) == os.getpgid(os.getppid()), os.getsid(0), signal.getsignal(signal.SIGINT), os.umask(0o22))
 print(threading.enumerate() == [threading.main_thread()], len(os.listdir("/proc/self/task")))
-print(sorted(os.listdir("/proc/self/fd"), key=int), multiprocessing.get_start_method(), sys.stdin.read())
+places = {each: f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")}
+opened = [int(each) for each, place in places.items() if os.path.exists(place) and ".so" not in os.path.realpath(place)]
+print(sorted(opened), multiprocessing.get_start_method(), sys.stdin.read())
 import torch
 print(torch.get_num_threads(), *warnings.filters, sep="\\n")
 """,

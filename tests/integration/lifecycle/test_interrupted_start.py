@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing.context
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from asyncloader.workers import process as worker_process
 from tests.helpers.datasets import Numbers
 from tests.helpers.forking import fork
 from tests.helpers.running import PATIENCE_S
-from tests.processes import children_of
+from tests.processes import own_children
 
 
 def whole(loader: Any) -> bool:
@@ -45,7 +44,6 @@ def test_ctrl_c_while_the_loops_thread_starts(monkeypatch: pytest.MonkeyPatch) -
         if thread.name == "asyncloader-loop":
             raise KeyboardInterrupt
 
-    before = set(children_of(os.getpid()))  # may contain a fork server
     loader = DataLoader[Any](Numbers(10), num_workers=2)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", interrupted)
@@ -55,7 +53,7 @@ def test_ctrl_c_while_the_loops_thread_starts(monkeypatch: pytest.MonkeyPatch) -
     for thread in our_threads():
         thread.join(PATIENCE_S)
     assert not our_threads()
-    assert set(children_of(os.getpid())) <= before
+    assert not own_children()
     assert whole(loader)
 
 
