@@ -29,7 +29,9 @@ from asyncloader.dataloader2.adapter import CacheTimeout, InvalidateCache
 from asyncloader.dataloader2.datapipes.cache_in_memory import InMemoryCacheHolder
 from asyncloader.dataloader2.datapipes.file_claim import _lock, claim
 from asyncloader.dataloader2.graph.utils import parts_of
+from tests import script_server
 from tests.dataloader2.parts import MP, OnlyHere, double, numbers
+from tests.helpers.running import ROOT, environment
 
 _ = asyncloader.dataloader2  # registers the forms
 
@@ -377,7 +379,7 @@ path = in_folder(Path({str(tmp_path)!r}), 0)
 list(IterableWrapper([path]).on_disk_cache().map(lambda path: (path, pieces())).end_caching())
 """
     command = [sys.executable, "-c", script]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+    with script_server.start(command, env=environment(), cwd=ROOT, stdin=subprocess.PIPE) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "half\n"
         assert sorted(Path(name).suffix for name in left_over(tmp_path)) == [".asyncloader_claim", ".part"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
-import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -23,6 +22,7 @@ from asyncloader.dataloader2 import DataLoader2, compat
 from asyncloader.dataloader2.datapipes import Prefetcher
 from asyncloader.dataloader2.datapipes.async_map import await_parts
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
+from tests import script_server
 from tests.dataloader2.parts import (
     MP,
     OnlyHere,
@@ -34,7 +34,7 @@ from tests.dataloader2.parts import (
     slow_double,
     ticking,
 )
-from tests.helpers.running import PATIENCE_S
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 
 
 class Counting(IterDataPipe[int]):
@@ -232,9 +232,9 @@ def test_an_awaited_part_that_raises_cancelled_error() -> None:
         next(iterator)
 
 
-def run_fresh(script: str) -> tuple[int, str, str]:
-    """Run a fresh interpreter. Returns its exit code, output and errors."""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
+def run_alone(script: str) -> tuple[int, str, str]:
+    """Run a program in a process of its own. Returns its exit code, output and errors."""
+    ran = script_server.run([sys.executable, "-c", script], env=environment(), cwd=ROOT, timeout=PATIENCE_S)
     return ran.returncode, ran.stdout, ran.stderr
 
 
@@ -248,7 +248,7 @@ def test_an_unfinished_awaited_part_at_the_end_of_the_program() -> None:
         "next(items)\n"
         "raise SystemExit(3)\n"
     )
-    assert run_fresh(script) == (3, "", "")
+    assert run_alone(script) == (3, "", "")
 
 
 def test_an_awaited_part_in_a_forked_child() -> None:
@@ -268,7 +268,7 @@ def test_an_awaited_part_in_a_forked_child() -> None:
         "os.waitpid(child, 0)\n"
         "print(list(items))\n"
     )
-    assert run_fresh(script) == (0, "[1, 2]\n", "")
+    assert run_alone(script) == (0, "[1, 2]\n", "")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -350,7 +350,7 @@ def test_nothing_is_registered_without_the_package() -> None:
         "import asyncloader.dataloader2\n"
         "assert list(IterableWrapper([1]).prefetch()) == [1]\n"
     )
-    assert run_fresh(script) == (0, "", "")
+    assert run_alone(script) == (0, "", "")
 
 
 @pytest.mark.parametrize("torchdata", ["none", "without", "with"])

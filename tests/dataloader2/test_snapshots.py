@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,9 @@ from asyncloader.dataloader2.dataloader2 import (
     SERIALIZED_DATAPIPE_KEY_NAME,
 )
 from asyncloader.errors import StateError
+from tests import script_server
 from tests.dataloader2.parts import GRAPHS, MP, OnlyHere, Seeded, drawn, fails_at_5, numbers, plain
+from tests.helpers.running import ROOT, environment
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -360,7 +361,7 @@ def test_a_limit_is_a_position() -> None:
 
 @pytest.mark.thorough
 def test_another_process_resumes(tmp_path: Path) -> None:
-    """The state is saved by `torch.save` here, and resumed in a fresh interpreter."""
+    """The state is saved by `torch.save` here, and resumed by another program."""
     state, rest, _ = split(numbers(LENGTH).shuffle().sharding_filter(), 2, 9)
     torch.save(state, tmp_path / "state")
     script = (
@@ -370,7 +371,7 @@ def test_another_process_resumes(tmp_path: Path) -> None:
         "with DataLoader2.from_state(state, MultiProcessingReadingService(2)) as loader:\n"
         "    print(list(loader))\n"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "state")], capture_output=True, text=True, timeout=100, check=True
-    )
+    command = [sys.executable, "-c", script, str(tmp_path / "state")]
+    found = script_server.run(command, env=environment(), cwd=ROOT, timeout=100)
+    assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == repr(rest)

@@ -67,7 +67,7 @@ ENDS = {
 @pytest.mark.parametrize("end", quickly(ENDS, "sync", "async"))
 def test_a_program_that_closes_nothing(end: str, tmp_path: Path) -> None:
     """It ends with its own exit code and without a message, whatever batches are ready or under way."""
-    done = run_script(tmp_path, PREAMBLE + ENDS[end], fresh=True)
+    done = run_script(tmp_path, PREAMBLE + ENDS[end])
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "[[0, 0, 0]]", "")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from asyncloader.options.objects import OPTION_OBJECTS
 from asyncloader.telemetry.counters import STAGES
 from asyncloader.telemetry.figures import FIGURES, NODE_FIGURES, STAGE_HELP
 from docs.options import NEEDED, PAGE, filled, meanings
+from tests import script_server
 from tests.helpers.datasets import Numbers
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -130,7 +131,9 @@ def test_the_built_api_page_shows_types(tmp_path: Path) -> None:
     for name, source in (("conf.py", DOCS / "conf.py"), ("index.md", REFERENCE / "api.md")):
         (tmp_path / name).write_text(source.read_text())
     build = [sys.executable, "-m", "sphinx", "-Q", "-b", "text", "-D", "html_static_path=", str(tmp_path)]
-    subprocess.run([*build, str(tmp_path / "built")], check=True, timeout=200)
+    env = {**os.environ, "PYTHONPATH": str(DOCS.parent)}
+    ran = script_server.run([*build, str(tmp_path / "built")], cwd=tmp_path, env=env, timeout=200)
+    assert ran.returncode == 0, ran.stderr
     page = (tmp_path / "built" / "index.txt").read_text()
     assert "num_workers: int = 0," in page
     assert "load_state_dict(state_dict: dict[str, Any]) -> None" in page

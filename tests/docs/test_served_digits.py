@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.network, PATIENTLY]
 
 def test_a_node_is_killed(tmp_path: Path) -> None:
     """It is killed half-way of the first trainer; every fact holds, and the lost node is reported."""
-    output = run_example("served_digits.py", tmp_path, "--epochs", "2")
+    output = run_example("served_digits.py", tmp_path, "--epochs", "1")
     assert len(re.findall(r"^  yes  trainer", output, re.MULTILINE)) == 4
     assert "  NO " not in output
     assert re.search(r"^tcp://127.0.0.1:\d+ is killed$", output, re.MULTILINE)

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import asyncloader
 from tests.helpers.declared_streams import AwaitedStreams, Streams, mark, mark_awaited
-from tests.helpers.package_tables import open_table, texts_of
 
 
 class Pair(NamedTuple):
@@ -398,6 +397,8 @@ def files(folder: str) -> Any:
 @asyncloader.definition
 def table(kind: str, folder: str) -> Any:
     """A folder of LitData or Lance, whose samples become text."""
+    from tests.helpers.package_tables import open_table, texts_of  # not in each process of each node
+
     return open_table(kind, folder), {"collate_fn": texts_of}
 
 

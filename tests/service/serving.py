@@ -73,10 +73,12 @@ def serving(
     workers: int = 2,
     module: str = MODULE,
     within: Sequence[str] = (),
+    cwd: Path = ROOT,
+    **variables: str,
 ) -> Generator[NodeProcess]:
     """Start a node that serves these definitions of a module, by default at a TCP port and a Unix socket. At the end it
     is asked to exit, and must exit with code 0 and without a traceback. `within` is a command that runs it in another
-    network or folder.
+    network or with other limits.
     """
     places = list(listen) or ["127.0.0.1:0", f"unix:{folder}/node.sock"]
     command = [*within, sys.executable, "-m", "asyncloader", "serve", *(f"{module}:{name}" for name in names)]
@@ -85,8 +87,8 @@ def serving(
     with log.open("w") as stderr:
         process = script_server.start(
             [*command, "--workers", str(workers), *flags],
-            env=environment(),
-            cwd=ROOT,
+            env=environment() | variables,
+            cwd=cwd,
             stderr=stderr.fileno(),
             fresh=bool(within),
         )

@@ -204,7 +204,7 @@ def test_a_node_that_is_not_needed(unix: bool) -> None:
     """It sends its loaders elsewhere, and reports its processes' work: the batches are those of an undisturbed run."""
     engine = LocalEngine(2, unix=unix)
     try:
-        with DataLoader[Any](Noise(2000, 0.002), shuffle=True, workers=engine, **OPTIONS) as loader:
+        with DataLoader[Any](Noise(800, 0.002), shuffle=True, workers=engine, **OPTIONS) as loader:
             batches = iter(loader)
             got = [next(batches) for _ in range(30)]
             load = engine.drain(0)
@@ -214,7 +214,7 @@ def test_a_node_that_is_not_needed(unix: bool) -> None:
         assert load.tasks > 5
         assert load.busy >= load.tasks * 4 * 0.002
         assert load.processes == 1
-        assert_same(got, list(DataLoader[Any](Noise(2000), shuffle=True, **OPTIONS)))
+        assert_same(got, list(DataLoader[Any](Noise(800), shuffle=True, **OPTIONS)))
     finally:
         engine.close()
 

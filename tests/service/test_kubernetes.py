@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from asyncloader import DataLoader, Service
+from tests import script_server
 from tests.docs.test_code_blocks import blocks
 from tests.helpers.running import PATIENCE_S, ROOT, environment
 from tests.service import definitions
@@ -58,9 +59,7 @@ def test_the_command_runs(tmp_path: Path) -> None:
     program, verb, target = container["command"]
     assert (program, target) == ("asyncloader", "data:train")
     command = [sys.executable, "-m", program, verb, f"{MODULE}:numbers", *flags]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT, env=environment()
-    ) as node:
+    with script_server.start(command, env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL) as node:
         try:
             assert node.stdout is not None
             said = json.loads(node.stdout.readline())

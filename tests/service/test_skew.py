@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable, StateError
 from tests import script_server
-from tests.helpers.running import PATIENCE_S, ROOT, environment
+from tests.helpers.running import PATIENCE_S, environment
 from tests.service.proxy import proxied
 from tests.service.serving import NodeProcess, serving
 
@@ -74,10 +73,9 @@ def install(folder: Path, data: str = DATA, steps: str = STEPS, length: int = 40
 
 @contextmanager
 def node_in(folder: Path, **options: Any) -> Generator[NodeProcess]:
-    """Start a node in this folder."""
-    within = ["env", "-C", str(folder), f"PYTHONPATH={folder}{os.pathsep}{ROOT}", "PYTHONDONTWRITEBYTECODE=1"]
+    """Start a node in this folder, where it finds the package. Edits may leave the size and time of a file."""
     options = {"listen": ["127.0.0.1:0"], "workers": 1, **options}
-    with serving(folder, ["data"], module="skewed.data", within=within, **options) as node:
+    with serving(folder, ["data"], module="skewed.data", cwd=folder, PYTHONDONTWRITEBYTECODE="1", **options) as node:
         yield node
 
 
@@ -212,8 +210,7 @@ def test_the_main_module_is_the_module_that_nodes_import(how: list[str], modules
     path = modules / "skewed" / "data.py"
     show = "\nif __name__ == '__main__': print(data.fingerprint())\n"
     path.write_text((DATA if how[0] == "-m" else DATA.replace("from skewed import steps", "")) + show)
-    env = environment() | {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"}
-    done = script_server.run([sys.executable, *how], timeout=PATIENCE_S, env=env, cwd=modules)
+    done = script_server.run([sys.executable, *how], timeout=PATIENCE_S, env=environment(), cwd=modules)
     assert done.stdout.strip() == fingerprint_in(modules), done.stderr
 
 

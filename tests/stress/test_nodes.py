@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers.running import ROOT
 from tests.stress.nodes import FAULTS, draw
+from tests.stress.running import run
 
 
 def test_all_is_drawn() -> None:
@@ -24,7 +21,6 @@ def test_all_is_drawn() -> None:
 @pytest.mark.network
 def test_seeds() -> None:
     """Whatever strikes three nodes and the network before them: every batch once, in its place and to the bit."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.stress.nodes", "--seeds", "12"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
+    done = run("tests.stress.nodes", "--seeds", "12")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "12 seeds" in done.stdout

@@ -34,7 +34,8 @@ HUNTS = {
 
 
 def run(hunt: Hunt, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.stress", "--scenario", hunt.scenario, "--only", hunt.seeds, *arguments]
+    options = ["--scenario", hunt.scenario, "--only", hunt.seeds, "--jobs", "3"]  # all at a time: some wait to be late
+    command = [sys.executable, "-m", "tests.stress", *options, *arguments]
     return script_server.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 

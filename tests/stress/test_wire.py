@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 
 import pytest
 
-from tests.helpers.running import ROOT
+from tests.stress.running import run
 from tests.stress.wire import Target, read_block
 from tests.stress.wire_inputs import Original, changed
 
@@ -40,8 +38,7 @@ def test_what_a_reader_raises_is_found() -> None:
 @pytest.mark.network
 def test_inputs() -> None:
     """Every input is read or refused."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.stress.wire", "--inputs", "60000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
+    done = run("tests.stress.wire", "--inputs", "60000")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "60,000 inputs" in done.stdout
     assert " 0 faults" in done.stdout

@@ -278,7 +278,7 @@ builtins.dies_last = sys.dies_last = DataLoader(torch.arange(4))
 @pytest.mark.parametrize("end", quickly(["", "sys.exit(0)", "gc.disable()"], ""))
 def test_at_exit_of_a_script(end: str, tmp_path: Path) -> None:
     """A script that exits with an unused loader prints nothing, also if the loader is deleted after most modules."""
-    done = run_script(tmp_path, f"{SCRIPT}\n{end}\n", fresh=True)
+    done = run_script(tmp_path, f"{SCRIPT}\n{end}\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -72,7 +72,6 @@ def raise_level(dataset: Levels) -> None:
     dataset.inner["levels"][1] = 3
 
 
-@pytest.mark.spawns
 @pytest.mark.parametrize(("kind", "method"), [("sync", "spawn"), ("asyncio", "forkserver")])
 def test_replacement_has_the_dataset_of_the_others(kind: str, method: str) -> None:
     """Where the dataset was pickled, a replacement gets the same bytes, and the epochs set by `set_epoch` since."""

@@ -133,7 +133,7 @@ def script(body: str) -> str:
 def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
     """The interpreter exits with code 0 and without output, and its child processes exit with it."""
     # `subprocess` returns when all processes that hold the pipes have exited: workers too
-    done = run_script(tmp_path, script(LIVE[name]), fresh=True)
+    done = run_script(tmp_path, script(LIVE[name]))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
@@ -153,7 +153,7 @@ def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
         threading.Thread(target=work, daemon=True).start()
         begun.wait()
     """
-    done = run_script(tmp_path, script(body), fresh=True)
+    done = run_script(tmp_path, script(body))
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
@@ -213,7 +213,7 @@ INTERRUPTED = {
 def test_ctrl_c(name: str, tmp_path: Path) -> None:
     """SIGINT to the whole foreground group, as a terminal sends it: one traceback, and all processes exit."""
     source = script("signal.signal(signal.SIGINT, signal.default_int_handler)\n") + script(INTERRUPTED[name])
-    with start_script(tmp_path, source, fresh=True) as running:
+    with start_script(tmp_path, source) as running:
         for _ in range(3):
             assert running.line() == "batch"
         pid = running.process.pid

@@ -32,8 +32,9 @@ GRANDCHILD = "with a child that holds all descriptors"
 
 @pytest.fixture(autouse=True)
 def asked_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the 5 seconds that a worker gets to exit by itself: the workers here never do."""
+    """Shorten the seconds that a worker gets to exit by itself, and after SIGTERM: those here never do, or at once."""
     monkeypatch.setattr(shutdown, "_ASK_SECONDS", 0.2)
+    monkeypatch.setattr(shutdown, "_TERMINATE_SECONDS", 0.2)
 
 
 @contextlib.contextmanager

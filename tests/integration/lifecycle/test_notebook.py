@@ -92,7 +92,7 @@ def check(batches, scale=10):
         assert all(type(sample) is Numbers.Sample for sample in batch.samples)
 
 def make(kind=DataLoader, rows=range(8), **options):
-    options = {"collate_fn": collate, "num_workers": 2, "multiprocessing_context": METHOD, **options}
+    options = {"collate_fn": collate, "num_workers": 1, "multiprocessing_context": METHOD, **options}
     return kind(Numbers(), 2, sampler=[Row(number) for number in rows], **options)
 """
 READ = """
@@ -101,12 +101,12 @@ with make(persistent_workers=True) as loader:
         check(list(loader))
 """
 READ_ASYNC = """
-async with make(AsyncDataLoader, num_workers=1) as loader:
+async with make(AsyncDataLoader) as loader:
     check([batch async for batch in loader])
 """
 RAISE = """
 try:
-    list(make(rows=[100, 0], num_workers=1))
+    list(make(rows=[100, 0]))
     raise AssertionError("no error")
 except Refused as error:
     assert "100" in str(error)
@@ -121,7 +121,7 @@ class Numbers(Dataset):
         return Numbers.Sample(row.number * SCALE * 3)
 class Batch(Batch):
     pass
-with make(num_workers=1) as loader:
+with make() as loader:
     check(list(loader), scale=30)
 """
 INTERRUPT = """
@@ -133,7 +133,7 @@ class Stuck(Numbers):
         return super().__getitem__(row)
 KERNEL = os.getpid()
 loader = make()
-loader = DataLoader(Stuck(), sampler=loader.sampler, collate_fn=list, num_workers=2, multiprocessing_context=METHOD)
+loader = DataLoader(Stuck(), sampler=loader.sampler, collate_fn=list, num_workers=1, multiprocessing_context=METHOD)
 try:
     for batch in loader:
         pass

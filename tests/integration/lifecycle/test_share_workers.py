@@ -83,7 +83,6 @@ def epoch(loader: str, dataset: Dataset[Any], method: str, **options: Any) -> li
 
 
 @pytest.mark.thorough
-@pytest.mark.spawns
 @pytest.mark.parametrize(
     ("loader", "method"),
     quickly(

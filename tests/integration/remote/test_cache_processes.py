@@ -16,6 +16,7 @@ from asyncloader.transports import CachedTransport, MemoryTransport
 from asyncloader.transports.cache_layout import ROOT_NAME
 from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
 from asyncloader.transports.testing.subject import drain
+from tests import script_server
 from tests.helpers import cache_process
 from tests.helpers.cache_process import OBJECTS, content
 from tests.helpers.forking import fork
@@ -27,15 +28,8 @@ LIMIT = 600_000  # about half of the size of all objects of `cache_process`
 @contextmanager
 def started(role: str, folder: Path, *numbers: int) -> Generator[subprocess.Popen[str]]:
     """Run a part of `cache_process`, which is killed at the end if it still runs."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", cache_process.__name__, role, str(folder), *map(str, numbers)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-m", cache_process.__name__, role, str(folder), *map(str, numbers)]
+    process = script_server.start(command, env=environment(), cwd=ROOT, stdin=subprocess.PIPE)
     with process:
         try:
             yield process

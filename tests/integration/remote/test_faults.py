@@ -108,7 +108,7 @@ def test_a_consumer_that_takes_its_time_kills_nobody(tmp_path: Path) -> None:
                   multiprocessing_context="fork") as run:  # fmt: skip
         run.begin()
         batches = run.take(1)
-        time.sleep(5)  # the consumer's time, longer than `worker_timeout`: nothing is waited for
+        time.sleep(3)  # the consumer's time, longer than `worker_timeout`: nothing is waited for
         batches += run.rest()
         assert sorted(number for batch in batches for number in plain(batch)) == list(range(48))
         assert run.loader.stats()["data/worker_restarts"] == 0

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,8 +21,9 @@ from asyncloader.remote.random_access import host_files
 from asyncloader.transports import MemoryTransport, WriteFailed
 from asyncloader.transports.file_lock import try_lock
 from asyncloader.transports.regular_file import open_regular
+from tests import script_server
 from tests.helpers.http_store import serving as serving_http
-from tests.helpers.running import run_async
+from tests.helpers.running import ROOT, environment, run_async
 from tests.helpers.shards_of_formats import SIZES, write
 from tests.integration.remote.test_random_access import compared, put_all, samples_of, write_tars
 from tests.unit.remote.shards import tar
@@ -244,7 +244,7 @@ def test_the_folder_of_a_process_that_was_killed(tars: Path) -> None:
         "print(len(dataset), dataset._files._private, flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+    with script_server.start([sys.executable, "-c", script], env=environment(), cwd=ROOT) as process:
         assert process.stdout is not None
         count, folder = process.stdout.readline().split()
         assert int(count) == TOTAL

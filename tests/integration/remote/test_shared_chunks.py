@@ -20,9 +20,10 @@ from asyncloader import AsyncDataLoader, RemoteMapDataset
 from asyncloader.errors import ShardError
 from asyncloader.remote.random_access import chunks, host_files
 from asyncloader.transports import ReadFailed
+from tests import script_server
 from tests.helpers.http_store import HttpStore
 from tests.helpers.http_store import serving as serving_http
-from tests.helpers.running import run_async
+from tests.helpers.running import ROOT, environment, run_async
 from tests.helpers.shards_of_formats import SIZES, write
 from tests.integration.remote.test_random_access import OPTIONS, numbers_of, put_all
 from tests.unit.remote.shards import parquet, tar
@@ -127,16 +128,15 @@ def test_a_decoder_that_is_killed(tmp_path: Path) -> None:
             # The indexing has read the shards: now no cache has their bytes.
             shutil.rmtree(tmp_path / "cache" / "asyncloader-cache-1")
             store.faults["s0.jsonl.zst"].extend([nothing, stuck_once(begun)])
-            script = (sys.executable, "-c", READER, pickle.dumps(dataset).hex())
-            process = await asyncio.create_subprocess_exec(*script)
-            await begun.wait()
-            waiting = asyncio.ensure_future(dataset.__getitems__([3, 20]))
-            done, _ = await asyncio.wait([waiting], timeout=0.3)
-            assert not done
-            process.kill()
-            found = await waiting
+            script = [sys.executable, "-c", READER, pickle.dumps(dataset).hex()]
+            with script_server.start(script, env=environment(), cwd=ROOT) as process:
+                await begun.wait()
+                waiting = asyncio.ensure_future(dataset.__getitems__([3, 20]))
+                done, _ = await asyncio.wait([waiting], timeout=0.3)
+                assert not done
+                process.kill()
+                found = await waiting
             assert [sample["n"] for sample in found] == [3, 20]
-            await process.wait()
 
     run_async(run())
 

@@ -468,6 +468,7 @@ def test_the_last_line_says_what_to_do(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.independent  # no worker is started
 @pytest.mark.parametrize("read_from", ["-c", "-"])
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_a_class_of_a_session_needs_cloudpickle(read_from: str, method: str, tmp_path: Path) -> None:

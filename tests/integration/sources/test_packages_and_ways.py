@@ -2,13 +2,18 @@
 read, in the batches that any map dataset of this length has.
 
 A row is a kind of folder, a column a way of reading. What uses Lance in this process would spoil it for forks: ways
-without workers, and by threads, are those of other processes.
+without workers, and by threads, are those of other processes. LitData is imported here, so that forks have it: an
+import takes a second or two.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +24,12 @@ from tests.helpers.package_tables import PACKAGES, open_table, texts_of, written
 from tests.helpers.rank_group import RankGroup
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving
-from tests.service.test_pools import read
 
-pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
+pytestmark = [
+    pytest.mark.independent,
+    # The second is what LitData ignores in a process that imports it itself.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:The given buffer is not writable"),
+]
 
 OPTIONS: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 3}
 OURS: dict[str, Any] = {"collate_fn": texts_of, **OPTIONS}
@@ -35,6 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def samples(folder: Path) -> dict[str, list[str]]:
     """The samples of each kind, as the packages read them."""
+    with suppress(ImportError), warnings.catch_warnings(action="ignore"):  # of the package's own
+        import_module("litdata")
     return {kind: texts for package in PACKAGES for kind, texts in written(folder, package).items()}
 
 
@@ -63,6 +73,15 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
         yield group
 
 
+@pytest.fixture(scope="module")
+def other() -> Iterator[Pool]:
+    """A process that has not read anything yet, and that imports the packages once."""
+    with multiprocessing.get_context("forkserver").Pool(1) as pool:
+        yield pool
+        pool.close()
+        pool.join()
+
+
 @pytest.fixture(params=[kind for kinds in PACKAGES.values() for kind in kinds])
 def kind(request: pytest.FixtureRequest, samples: dict[str, list[str]]) -> str:
     found: str = request.param
@@ -85,7 +104,8 @@ def expected(kind: str, samples: dict[str, list[str]]) -> list[list[str]]:
 def test_by_processes(kind: str, method: str, folder: Path, expected: list[list[str]]) -> None:
     """However the workers are started."""
     table = open_table(kind, folder)
-    with DataLoader[Any](table, num_workers=2, multiprocessing_context=method, **OURS) as loader:
+    workers = 2 if method == "fork" else 1  # the others import the packages themselves
+    with DataLoader[Any](table, num_workers=workers, multiprocessing_context=method, **OURS) as loader:
         assert list(loader) == expected
 
 
@@ -100,15 +120,8 @@ def test_in_the_trainer(
 
 
 @pytest.mark.thorough
-def test_at_a_service(kind: str, folder: Path, node: NodeProcess, expected: list[list[str]]) -> None:
-    """A service's node reads the same."""
-    served = definitions.table(kind, str(folder))
-    assert read("sync", OPTIONS | {"num_workers": 2, "workers": node.tcp}, served) == [expected]
-
-
-@pytest.mark.thorough
 def test_resumed(kind: str, folder: Path, node: NodeProcess, expected: list[list[str]]) -> None:
-    """Here, and then at a service, with other workers."""
+    """Here, and then at a service, with other workers: a service's node reads the same samples."""
     with DataLoader[Any](open_table(kind, folder), num_workers=2, multiprocessing_context="fork", **OURS) as loader:
         batches = iter(loader)
         head = [next(batches) for _ in range(3)]
@@ -147,13 +160,10 @@ def test_by_the_workers_of_two_ranks(
 
 
 @pytest.mark.thorough
-def test_copies(kind: str, folder: Path, samples: dict[str, list[str]]) -> None:
+def test_copies(kind: str, folder: Path, other: Pool, samples: dict[str, list[str]]) -> None:
     """A copy of another process, made before anything was read, reads the same, in any order, with repetitions."""
     count = len(samples[kind])
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
-        found = pool.apply(read_some, (open_table(kind, folder), [-1, 3, 3, 0, count - 1]))
-        pool.close()
-        pool.join()
+    found = other.apply(read_some, (open_table(kind, folder), [-1, 3, 3, 0, count - 1]))
     assert found == (count, [samples[kind][number] for number in (-1, 3, 3, 0, -1)])
 
 

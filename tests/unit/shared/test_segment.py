@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -16,9 +15,10 @@ import pytest
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.shared.segment import SegmentWriter, SharedSegment, _open_growing, is_spawning
+from tests import script_server
+from tests.helpers.running import ROOT, environment
 from tests.unit.workers.test_setup_payload import run_children
 
-ROOT = Path(__file__).parents[3]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
 
 
@@ -140,9 +140,7 @@ def test_file_without_a_name_where_memfd_is_missing(monkeypatch: pytest.MonkeyPa
 
 
 def run_limited(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = script_server.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
 
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 
 import pytest
 
+from tests import script_server
+from tests.helpers.running import ROOT, environment
 
-def told(code: str, **environment: str) -> str:
-    """The output of a fresh process."""
-    command = [sys.executable, "-c", f"import gc\nfrom asyncloader.workers.worker import tune\n{code}"]
-    run = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=True)
-    return run.stdout.strip()
+
+def told(code: str, **variables: str) -> str:
+    """Return the output of a process."""
+    # A process that was forked may have frozen objects already.
+    program = f"import gc\ngc.unfreeze()\nfrom asyncloader.workers.worker import tune\n{code}"
+    ran = script_server.run([sys.executable, "-c", program], env=environment() | variables, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.strip()
 
 
 @pytest.mark.thorough
@@ -42,8 +45,8 @@ def test_thresholds_of_the_user_stand() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("environment", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["ours", "the user's"])
-def test_memory_still_works(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["ours", "the user's"])
+def test_memory_still_works(variables: dict[str, str]) -> None:
     """Large blocks can be allocated and freed under the settings, ours or the user's own."""
     code = "tune(concurrent=True)\nfor n in range(50): x = bytearray(3 << 20); x[-1] = n\nprint(x[-1])"
-    assert told(code, **environment) == "49"
+    assert told(code, **variables) == "49"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -10,6 +9,8 @@ import pytest
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.memory import segment
+from tests import script_server
+from tests.helpers.running import ROOT, environment
 
 GB = 1 << 30
 
@@ -100,13 +101,7 @@ def test_mapping_of_another_descriptor_is_not_said_to_lack_memory() -> None:
 
 
 def run_limited(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        cwd=Path(__file__).parents[4],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = script_server.run([sys.executable, "-c", textwrap.dedent(program)], cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr
 
 
