@@ -340,8 +340,8 @@ class PinnedReader:
 
         Args:
             start: the first byte to return.
-            stop: the reader needs few bytes or none after this byte, and closes the stream there. None: it may read the
-                whole object.
+            stop: the reader rarely needs bytes from this byte on, and closes the stream there. They are requested when
+                they are needed. None: it may read the whole object.
             chunk_size: maximum number of bytes per chunk.
 
         Raises:
@@ -401,7 +401,7 @@ class PinnedReader:
     def _has_versions(self) -> bool:
         return type(self.transport).info is not Transport.info
 
-    def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:  # noqa: ARG002 - for caches
+    def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:  # noqa: ARG002 - for networks and caches
         return self._stream(start, chunk_size)
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:

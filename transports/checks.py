@@ -5,6 +5,8 @@ Data path: [checks] -> each read.
 
 from __future__ import annotations
 
+from math import isfinite
+
 from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutOfBounds
 
 
@@ -115,3 +117,18 @@ def check_chunk_size(chunk_size: int) -> None:
     """Refuse a chunk size below 1 byte with ValueError."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1 byte, got {chunk_size}")
+
+
+def check_limits(requests: int, min_bytes_per_s: float, **seconds: float) -> None:
+    """Check the limits of concurrent requests, of rates and of waits.
+
+    Raises:
+        ValueError: `requests` is below 1, the rate is negative, or one of the `seconds` is not above 0 and finite.
+    """
+    if not (isfinite(min_bytes_per_s) and min_bytes_per_s >= 0):
+        raise ValueError(f"min_bytes_per_s must be 0 or more bytes per second, got {min_bytes_per_s}")
+    if requests < 1:
+        raise ValueError(f"requests must be at least 1, got {requests}")
+    for name, each in seconds.items():
+        if not (isfinite(each) and each > 0):
+            raise ValueError(f"{name} must be above 0 seconds, got {each}")

@@ -24,7 +24,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mappi
 from contextlib import aclosing
 from functools import partial
 from hashlib import sha256
-from math import isfinite
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -83,6 +82,8 @@ class Download(ABC, Generic[_K, _V]):
         self._position = start  # of the next byte to return
         self._returned = start  # the position after the bytes that `part` has returned
         self._end: int | None = None if length is None else start + length  # None: not known yet
+        self._stop: int | None = None  # as of `ask_to`
+        self._until: int | None = None  # the present response ends here, and the object does not
         self._mark = start  # the position when the retry budget last started
         self._done = False
         # Set while this download holds a slot, which is released to the same semaphore: `ClientOwner` makes another
@@ -99,6 +100,10 @@ class Download(ABC, Generic[_K, _V]):
         self._compared: Any = None  # digest of the same bytes of this response, while they are skipped
         self._waited_s = 0.0  # for the network, since the rate was last checked
         self._waited_bytes = 0
+
+    def ask_to(self, stop: int | None) -> None:
+        """Request the bytes from `stop` on only when `part` asks for them. Called before it, and without `length`."""
+        self._stop = stop if stop is not None and stop > self._start else None
 
     async def rest(self) -> bytes:
         """Return all bytes."""
@@ -160,6 +165,21 @@ class Download(ABC, Generic[_K, _V]):
         """Note that all bytes were returned."""
         self._done = True
         self.close()
+
+    def _asked_end(self) -> int | None:
+        """Return where the next request ends; None: where the object does, which is not known yet."""
+        if self._stop is None or self._position >= self._stop:
+            return self._end
+        return self._stop if self._end is None else min(self._stop, self._end)
+
+    def _end_response(self) -> None:
+        """Finish, or release the response, if its last byte was returned."""
+        if self._position == self._end:
+            self._finish()
+        elif self._position == self._until:
+            # Without a validator, only the same bytes once more prove that those behind them are of this version.
+            self._anew = self._anew or self.version is None or not self.version.validator
+            self.close()
 
     # --- common to all subclasses
 
@@ -460,13 +480,16 @@ class NetworkTransport(Transport, Generic[_K]):
                 yield chunk
 
     async def stream_with_versions(
-        self, path: str, start: int, chunk_size: int
+        self, path: str, start: int, chunk_size: int, stop: int | None = None
     ) -> AsyncGenerator[tuple[bytes, ObjectVersion], None]:
-        """Read an object like `stream`, and return each chunk with its version."""
+        """Read an object like `stream`, and return each chunk with its version. The bytes from `stop` on are requested
+        only when they are wanted: a response that is left before its end costs its connection.
+        """
         self._check(path)
         check_chunk_size(chunk_size)
         check_start(path, None, start)
         download = self._download(path, start)
+        download.ask_to(stop)
         try:
             while chunk := await download.part(chunk_size):
                 assert download.version is not None  # there was a response
@@ -483,18 +506,3 @@ class NetworkTransport(Transport, Generic[_K]):
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> Download[_K, Any]:
         """Make a download with this transport's client. `path` has been checked; the arguments are `Download`'s."""
-
-
-def check_limits(requests: int, min_bytes_per_s: float, **seconds: float) -> None:
-    """Check the limits of concurrent requests, of rates and of waits.
-
-    Raises:
-        ValueError: `requests` is below 1, the rate is negative, or one of the `seconds` is not above 0 and finite.
-    """
-    if not (isfinite(min_bytes_per_s) and min_bytes_per_s >= 0):
-        raise ValueError(f"min_bytes_per_s must be 0 or more bytes per second, got {min_bytes_per_s}")
-    if requests < 1:
-        raise ValueError(f"requests must be at least 1, got {requests}")
-    for name, each in seconds.items():
-        if not (isfinite(each) and each > 0):
-            raise ValueError(f"{name} must be above 0 seconds, got {each}")

@@ -14,8 +14,8 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from asyncloader.transports.base import ObjectInfo
-from asyncloader.transports.checks import check_path, check_prefix
-from asyncloader.transports.download import NetworkTransport, check_limits
+from asyncloader.transports.checks import check_limits, check_path, check_prefix
+from asyncloader.transports.download import NetworkTransport
 from asyncloader.transports.errors import InvalidPath, TransportError
 from asyncloader.transports.http_answers import Version, safe_url
 from asyncloader.transports.http_client import HeaderSource, HttpClient

@@ -114,15 +114,15 @@ class HttpDownload(Download[HttpClient, Version]):
     def _take(self, data: bytes) -> bytes:
         """Return the wanted part of `data`, and finish if it was the last."""
         data = self._drop_skipped(data)
-        if self._end is not None and self._position + len(data) > self._end:
-            data = data[: self._end - self._position]
+        end = self._end if self._until is None else self._until
+        if end is not None and self._position + len(data) > end:
+            data = data[: end - self._position]
         self._advance(len(data))
         if self._length is None:
             check_size(self._path, self._position, self._max_bytes)
         if self._digest is not None:
             self._digest[0].update(data)
-        if self._position == self._end:
-            self._finish()
+        self._end_response()
         return data
 
     def _finish(self) -> None:
@@ -145,8 +145,9 @@ class HttpDownload(Download[HttpClient, Version]):
                 headers["Range"] = "bytes=0-0"
             return await self._client.request(measure, self._path, headers)
         first = self._start if self._anew else self._position
-        if self._length is not None or first:
-            headers["Range"] = f"bytes={first}-{'' if self._end is None else self._end - 1}"
+        end = self._asked_end()
+        if self._length is not None or first or end != self._end:
+            headers["Range"] = f"bytes={first}-{'' if end is None else end - 1}"
             validator = None if self.version is None else self.version.validator
             if first > self._start and validator is not None and self._client.asks_if_range:
                 headers["If-Range"] = validator
@@ -173,6 +174,7 @@ class HttpDownload(Download[HttpClient, Version]):
         else:
             total, first = length, 0
         self._check_version(first, self._client.version_of(headers, total))
+        self._until = None
         if self._length is not None:
             assert self._end is not None
             if total is not None and self._end > total:
@@ -195,6 +197,10 @@ class HttpDownload(Download[HttpClient, Version]):
                 self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
                 "look like the object's end"
             )  # fmt: skip
+        if answered is not None and status == 206 and self._stop is not None and self._position < self._stop:
+            # A part that ends before `stop` is no answer to the request: more of it is asked for like after a break.
+            complete = answered.end is not None and answered.end >= self._stop and answered.end != self._end
+            self._until = answered.end if complete else None
         if status == 200 and self._position == self._start == 0 and self._length is None and self._client.verify:
             declared = declared_digest(headers)
             self._digest = declared and (hashlib.new(declared[0], usedforsecurity=False), declared[1])
@@ -219,7 +225,7 @@ class HttpDownload(Download[HttpClient, Version]):
         if self._position == self._start:
             if self._length is not None and (size is None or size < self._start + self._length):
                 raise self._out_of_bounds(size)
-            if not self._start or self._length is not None:
+            if not (self._start or self._stop) or self._length is not None:
                 raise self._client.bad_status(self._path, response)
             if size is None:
                 self.close()

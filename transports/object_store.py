@@ -15,8 +15,8 @@ from typing import Any, Self
 from typing_extensions import Buffer
 
 from asyncloader.transports.base import ObjectInfo
-from asyncloader.transports.checks import check_prefix
-from asyncloader.transports.download import NetworkTransport, check_limits
+from asyncloader.transports.checks import check_limits, check_prefix
+from asyncloader.transports.download import NetworkTransport
 from asyncloader.transports.object_store_client import StoreClient, check_key
 from asyncloader.transports.object_store_config import Settings, parse_location
 from asyncloader.transports.object_store_download import StoreDownload, StoreVersion

@@ -133,13 +133,13 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             except StopAsyncIteration:
                 raise RequestFailed.short(self._position, self._end or 0) from None
         scope.limit(None)
-        assert self._end is not None
-        data = data[: self._end - self._position]  # the body may be longer than its head states
+        end = self._end if self._until is None else self._until
+        assert end is not None
+        data = data[: end - self._position]  # the body may be longer than its head states
         if most and len(data) > most:
             data, self._spare = data[:most], data[most:]
         self._advance(len(data))
-        if self._position == self._end:
-            self._finish()
+        self._end_response()
         return data
 
     async def _open(self, scope: Scope) -> GetResult | None:
@@ -147,8 +147,9 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         await self._take_slot()
         options: GetOptions = {}
         first = self._start if self._anew else self._position
-        if self._end is not None and (self._length is not None or first):
-            options["range"] = (first, self._end)
+        end = self._asked_end()
+        if end is not None and (self._length is not None or first or end != self._end):
+            options["range"] = (first, end)
         elif first:
             options["range"] = {"offset": first}
         if first > self._start and self.version is not None:
@@ -184,8 +185,11 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
             check_size(self._path, size, self._max_bytes)
             check_start(self._path, size, self._start)
             self._end = size
-        if given != (first, self._end):
-            raise RequestFailed("wrong range", f"bytes {first:,} to {self._end:,} were asked for, not {given}")
+        end = self._asked_end()
+        assert end is not None
+        if given != (first, end):
+            raise RequestFailed("wrong range", f"bytes {first:,} to {end:,} were asked for, not {given}")
+        self._until = end if end < self._end else None
         return self._position < self._end
 
     async def _accept_nothing(self, scope: Scope, error: Exception) -> None:

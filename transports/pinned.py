@@ -53,8 +53,8 @@ class PinnedObject(PinnedReader):
                 self._compare_stated(version)
             return data
 
-    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._network.stream_with_versions(self.path, start, chunk_size)) as chunks:
+    async def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._network.stream_with_versions(self.path, start, chunk_size, stop)) as chunks:
             async for chunk, version in chunks:
                 self._compare(version)
                 yield chunk

@@ -50,6 +50,9 @@ AT_ONCE = 1 << 18
 SLOW_CHUNK = 1 << 17
 """Parsing JSON takes about 10 ms per MB."""
 
+BEHIND = 1 << 16
+"""Bytes behind a range of JSON lines that are requested with it: its last line may end there."""
+
 PIECE = 1 << 15
 """Bytes of a segment of a fixed stream that are parsed at a time, at first. A worker reads many of these streams:
 samples of whole chunks would leave the CPU's cache before they are needed.
@@ -161,6 +164,7 @@ async def read_shard_range(
                 most=read_ahead,
                 thread=packed,
                 exact=segment is not None,
+                behind=BEHIND if segment is None and shard.format.name == "jsonl" else 0,
             )
         async with aclosing(found) as batches:
             try:
@@ -199,6 +203,7 @@ async def _push(
     most: int,
     thread: bool,
     exact: bool,
+    behind: int,
 ) -> AsyncGenerator[Sequence[Located], None]:
     """Feed `reader` to its end. Yields one sequence per call of the reader, including empty ones.
 
@@ -210,6 +215,7 @@ async def _push(
         most: bytes that are fetched ahead.
         thread: run the reader in a thread.
         exact: the last sample of the reader ends at `stop`.
+        behind: bytes from `stop` on that the reader may need.
     """
     parsing = JobThreads(1, "asyncloader-parse")
     small = exact and not thread and not isinstance(reader, IndexedReader)
@@ -244,7 +250,7 @@ async def _push(
             if reader.done:
                 return
         start += len(data)
-    chunks = pinned.stream(start=start, stop=stop, chunk_size=chunk_size)
+    chunks = pinned.stream(start=start, stop=None if stop is None else stop + behind, chunk_size=chunk_size)
     wanted = None if stop is None else max(stop - start, 0)
     ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:

@@ -187,6 +187,18 @@ class ReadingConformance(TransportSubject):
             with pytest.raises(known, match="'a'"):
                 await drain(pinned.stream(start=len(CONTENT) + 1))
 
+    async def test_a_pinned_stream_goes_on_behind_its_stop(self) -> None:
+        """A stop is no end: a consumer that reads on gets the rest. It may lie anywhere, also in an empty object."""
+        async with self.make() as transport:
+            self.put(transport, "a", CONTENT)
+            self.put(transport, "empty", b"")
+            for stop in [0, 1, 5000, len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 1]:
+                for start in [0, 99]:
+                    chunks = await drain(transport.pinned("a").stream(start=start, stop=stop, chunk_size=1000))
+                    check_bytes(b"".join(chunks), CONTENT[start:])
+                    assert all(0 < len(chunk) <= 1000 for chunk in chunks)
+                assert await drain(transport.pinned("empty").stream(stop=stop)) == []
+
     async def test_stream_from_before_the_beginning_is_an_error(self) -> None:
         """A negative start of a stream is not counted from the end."""
         async with self.make() as transport:

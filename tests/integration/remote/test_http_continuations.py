@@ -93,6 +93,37 @@ async def test_bytes_are_of_one_version(store: HttpStore, known: str) -> None:
         await asyncio.gather(*(streamed(f"{n}", *case) for n, case in enumerate(cases)))
 
 
+@pytest.mark.parametrize("known", VALIDATORS)
+async def test_a_stream_that_goes_on_behind_its_stop(store: HttpStore, known: str) -> None:
+    """The object may change before its rest is asked for, and the server may be of each kind."""
+    first, second = VALIDATORS[known]
+    stop = SIZE // 2
+
+    async def streamed(path: str, how: str, becomes: str, start: int) -> None:
+        data = CHANGED[becomes]
+        later = answering(data, first if becomes == "not" else second, how)
+        store.faults[path] += [answering(CONTENT, first, "honours"), *[later] * 50]
+        got = b""
+        try:
+            pinned = transport.pinned(path)
+            async with aclosing(pinned.stream(start=start, stop=stop, chunk_size=1 << 14)) as chunks:
+                while len(got) < stop - start:
+                    got += await anext(chunks)
+                assert store.ranges_asked(path) == [f"bytes={start}-{stop - 1}"]
+                async for chunk in chunks:
+                    got += chunk
+        except ReadFailed:
+            assert becomes != "not" or how == "other bytes" or (how == "mute" and start), (how, becomes)
+            return
+        assert got in {CONTENT[start:], data[start:]}, (how, becomes)
+        if known == "strong" and how == "honours":
+            assert store.ranges_asked(path)[1:] == [f"bytes={stop}-{SIZE - 1}"]
+
+    async with HttpTransport(store.url, retry=SOON) as transport:
+        cases = product(SERVERS, CHANGED, [0, 1000])
+        await asyncio.gather(*(streamed(f"{n}", *case) for n, case in enumerate(cases)))
+
+
 async def test_a_range_that_goes_on_without_its_version_is_read_again(store: HttpStore) -> None:
     """A part of the next version without a validator: this case once gave a mixture of two versions."""
     store.put("a", CONTENT)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,39 @@ async def test_only_what_is_wanted_is_asked_for(store: HttpStore) -> None:
         for start in [0, 1, len(CONTENT) - 1]:
             assert await streamed(transport, start) == CONTENT[start:]
     assert store.ranges_asked("a") == [None, "bytes=1-", f"bytes={len(CONTENT) - 1}-"]
+
+
+async def test_stretches_of_an_object_share_a_connection(store: HttpStore) -> None:
+    """A stream to a stop asks for these bytes alone: its connection is free as soon as they have arrived."""
+    edges = [0, 700_000, 1_500_000, len(CONTENT)]
+    async with opened(store) as transport:
+        pinned = transport.pinned("a")
+        for start, stop in pairwise(edges):
+            async with aclosing(pinned.stream(start=start, stop=stop)) as chunks:
+                got = b""
+                while len(got) < stop - start:
+                    got += await anext(chunks)
+                assert got == CONTENT[start:stop]
+    assert store.ranges_asked("a") == [f"bytes={start}-{stop - 1}" for start, stop in pairwise(edges)]
+    assert len({asked.peer for asked in store.asked}) == 1
+
+
+async def test_a_stretch_that_comes_in_parts(store: HttpStore) -> None:
+    """A server that gives less than was asked for, or more, or what no longer has these bytes."""
+    etag, size = store.objects["a"].etag or "", len(CONTENT)
+
+    def gives(first: int, after: int) -> Fault:
+        return answer(206, CONTENT[first:after], Content_Range=f"bytes {first}-{after - 1}/{size}", ETag=etag)
+
+    async with opened(store) as transport:
+        store.faults["a"] += [gives(5, 9), gives(9, 20_000), gives(20_000, 30_000)]
+        chunks = await drain(transport.pinned("a").stream(start=5, stop=10_000))
+        assert b"".join(chunks) == CONTENT[5:]
+        ends = ["5-9999", "9-9999", f"20000-{size - 1}", f"30000-{size - 1}"]
+        assert store.ranges_asked("a") == [f"bytes={each}" for each in ends]
+        store.faults["a"] += [gives(5, 9999), change(CONTENT[:8000])]
+        with pytest.raises(ReadFailed, match="changed while it was read"):
+            await drain(transport.pinned("a").stream(start=5, stop=10_000))
 
 
 async def test_a_server_without_ranges(store: HttpStore) -> None:

@@ -102,6 +102,21 @@ async def test_a_stream_that_breaks_after_every_part_arrives(store: BucketStore)
         assert transport.retries.resumed == 15
 
 
+async def test_bytes_behind_a_stop_are_asked_for_when_they_are_wanted(store: BucketStore) -> None:
+    """By a request of their own, which names the version; also after a break before the stop."""
+    store.faults[A].append(broken(200_000))
+    async with store.transport() as transport:
+        async with aclosing(transport.pinned("a").stream(start=5, stop=700_000, chunk_size=100_000)) as chunks:
+            data = b""
+            while len(data) < 699_995:
+                data += await anext(chunks)
+            assert {(asked.range or "").partition("-")[2] for asked in store.asked} == {"699999"}
+            data += b"".join(await drain(chunks))
+        assert data == CONTENT[5:]
+        assert store.asked[-1].range == f"bytes=700000-{len(CONTENT) - 1}"
+        assert store.asked[-1].headers["If-Match"] == store.objects[A].etag
+
+
 async def test_a_small_body_that_breaks_is_read_again(store: BucketStore) -> None:
     """Bytes that were not returned yet are fetched again."""
     store.put(BucketStore.key("small"), b"x" * 5000)

@@ -125,6 +125,8 @@ class StoreDownload(Download[StoreClient, Tag]):
 
     async def _next(self, scope: Scope, most: int) -> bytes:
         store = self._client.owner.use()
+        if self._done:
+            return b""
         if self.answer is None:
             await self._take_slot()
             first = self._start if self._anew else self._position
@@ -133,11 +135,13 @@ class StoreDownload(Download[StoreClient, Tag]):
             self.at = 0 if self.answer.whole else first
             self._check_version(self.at, Tag(self.answer.number, store.proves and not self.answer.silent))
             self._end = store.size if self._end is None else self._end
+            end = self._asked_end()
+            self._until = None if self.answer.whole or end == self._end else end
         assert self._end is not None
         data = b""
         while not data and self._position < self._end:
             await asyncio.sleep(0)
-            wanted = min(most or 3, 3, self._end - self.at)
+            wanted = min(most or 3, 3, (self._until or self._end) - self.at)
             if self.left is not None:
                 if wanted > self.left:
                     raise RequestFailed("broken body", "the connection broke")
@@ -145,8 +149,7 @@ class StoreDownload(Download[StoreClient, Tag]):
             data = self._drop_skipped(store.content(self.answer.number)[self.at : self.at + wanted])
             self.at += wanted
         self._advance(len(data))
-        if self._position == self._end:
-            self._finish()
+        self._end_response()
         return data
 
     def _classify_error(self, error: BaseException) -> RequestFailed | None:
@@ -181,11 +184,15 @@ ANSWERS = st.lists(st.builds(Answer, st.integers(0, 2), st.integers(0, 12), st.b
 LAST = st.builds(Answer, st.integers(0, 2), st.none(), st.booleans(), st.booleans())
 
 
-@given(st.integers(0, 20), ANSWERS, LAST, st.booleans(), st.booleans(), st.integers(0, 9))
+@given(
+    st.integers(0, 20), ANSWERS, LAST, st.booleans(), st.booleans(), st.integers(0, 9), st.none() | st.integers(0, 21)
+)
 def test_bytes_are_of_one_version_or_there_is_an_error(
-    size: int, answers: list[Answer], last: Answer, proves: bool, streams: bool, start: int
+    size: int, answers: list[Answer], last: Answer, proves: bool, streams: bool, start: int, stop: int | None
 ) -> None:
-    """Whatever breaks and changes, the result is one version as a whole or an error, never a mixture."""
+    """Whatever breaks and changes, the result is one version as a whole or an error, never a mixture. The bytes may be
+    those of two requests, before and behind a stop.
+    """
     start = min(start, size)
     store = Store(size, [*answers, last], proves=proves)
     given_out: list[bytes] = []
@@ -194,6 +201,7 @@ def test_bytes_are_of_one_version_or_there_is_an_error(
         download = StoreDownload(client, "a", start)
         if not streams:
             return await download.rest()
+        download.ask_to(stop)
         while part := await download.part(2):
             given_out.append(part)
         return b"".join(given_out)
@@ -241,6 +249,21 @@ async def test_an_unproved_stream_begins_again_and_compares(proves: bool, answer
             await download.part(3)
         with pytest.raises(ReadFailed, match="changed while it was read"):
             await download.part(3)
+
+
+@pytest.mark.parametrize(("proves", "asked"), [(True, [2, 7]), (False, [2, 2])])
+async def test_bytes_behind_a_stop_are_requested_when_they_are_wanted(proves: bool, asked: list[int]) -> None:
+    """The slot is free in between. What nothing proves to be of the same version is read again, and compared."""
+    store = Store(12, [Answer(1)], proves=proves)
+    async with client_of(store) as client:
+        download = StoreDownload(client, "a", 2)
+        download.ask_to(7)
+        got = b"".join([await download.part(size) for size in (3, 2)])
+        assert (got, store.asked, client.owner.slots.locked()) == (store.content(1)[2:7], asked[:1], False)
+        while part := await download.part(3):
+            got += part
+        assert (got, store.asked) == (store.content(1)[2:], asked)
+        assert client.counts.total == 0
 
 
 async def test_an_error_that_is_not_the_stores_is_raised_as_it_is() -> None:
