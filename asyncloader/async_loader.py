@@ -68,7 +68,7 @@ from asyncloader.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
     from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.reading import LoaderParts
+    from asyncloader.live.snapshot import Reading
     from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
@@ -380,7 +380,9 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         """The batches with a progress bar: ``async for batch in loader.progress()``; see `DataLoader.progress`."""
         from asyncloader.progress_bar import EpochProgress
 
-        return EpochProgress(self, self._statistics, lambda: self._keeper.first_step)
+        return EpochProgress(
+            self, self._statistics, lambda: self._keeper.first_step, lambda: f"epoch {self.epoch}", self.diagnose
+        )
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
         """Record what each worker and this process does from now on; see `DataLoader.trace`. ``async with`` writes the
@@ -403,11 +405,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             raise self._closed_error()
         return opened
 
-    def _watched(self) -> LoaderParts:
-        from asyncloader.live.reading import LoaderParts
+    def _watched(self) -> Reading:
+        from asyncloader.live.reading import LoaderParts, read
 
         newest = self._newest_iterator()
-        return LoaderParts(
+        parts = LoaderParts(
             type(self).__name__,
             self._spec,
             self._statistics,
@@ -417,6 +419,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             (newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
             self._closed,
         )
+        return read(parts)
 
     def __iter__(self) -> NoReturn:
         """Raises TypeError: batches are awaited."""

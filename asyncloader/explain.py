@@ -5,6 +5,7 @@ Data path: beside the consumer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from asyncloader.workers.source import THREADS
 
 # The loaders' modules import this one for `repr`. So the functions import late what `repr` and an epoch do not need.
 if TYPE_CHECKING:
-    from asyncloader.live.reading import LoaderParts
+    from asyncloader.live.snapshot import Reading
     from asyncloader.telemetry.diagnosis import Diagnosis
 
 
@@ -38,16 +39,19 @@ def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
     return f"<{name} of {parts['dataset']}: {options}; {place}>"
 
 
-def as_html(name: str, spec: LoaderSpec[Any], place: str, run: LoaderParts | None = None) -> str:
+def as_html(name: str, spec: LoaderSpec[Any], place: str, run: Reading | None = None) -> str:
     """The same as a table, with the figures and the verdict of its run so far."""
+    return html_table(name, {**_parts(spec), "position": place}, run)
+
+
+def html_table(name: str, cells: Mapping[str, str], run: Reading | None) -> str:
+    """A table for notebooks: the class, some cells with their names, and the figures and the verdict of a run."""
     import html
 
-    cells = {**_parts(spec), "position": place}
     if run is not None:
-        from asyncloader.live.reading import read
         from asyncloader.live.snapshot import Snapshots, summary
 
-        cells |= summary(Snapshots().take(read(run)))
+        cells = {**cells, **summary(Snapshots().take(run))}
     rows = "".join(f"<tr><th>{html.escape(key)}</th><td>{html.escape(value)}</td></tr>" for key, value in cells.items())
     return f"<table><caption>{html.escape(name)}</caption>{rows}</table>"
 

@@ -57,7 +57,7 @@ from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
     from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.reading import LoaderParts
+    from asyncloader.live.snapshot import Reading
     from asyncloader.progress_bar import EpochProgress
     from asyncloader.samplers.places import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
@@ -351,7 +351,9 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         from asyncloader.progress_bar import EpochProgress
 
         state = self._asyncloader_state
-        return EpochProgress(self, state.statistics, lambda: state.keeper.first_step)
+        return EpochProgress(
+            self, state.statistics, lambda: state.keeper.first_step, lambda: f"epoch {self.epoch}", self.diagnose
+        )
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
         """Record what each worker and this process does from now on, until the returned trace is closed, as a ``with``
@@ -396,12 +398,12 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             raise self._asyncloader_closed()
         return opened
 
-    def _asyncloader_watched(self) -> LoaderParts:
-        from asyncloader.live.reading import LoaderParts
+    def _asyncloader_watched(self) -> Reading:
+        from asyncloader.live.reading import LoaderParts, read
 
         state = self._asyncloader_state
         newest = state.iterator()
-        return LoaderParts(
+        parts = LoaderParts(
             type(self).__name__,
             self,
             state.statistics,
@@ -411,6 +413,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             newest._pool if isinstance(newest, WorkerIterator) else None,
             state.closed,
         )
+        return read(parts)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

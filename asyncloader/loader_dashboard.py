@@ -14,7 +14,7 @@ from asyncloader.workers.memory.live_objects import LiveObjects
 
 if TYPE_CHECKING:
     from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.reading import LoaderParts
+    from asyncloader.live.snapshot import Reading
     from asyncloader.telemetry.statistics import Statistics
 
 
@@ -26,9 +26,7 @@ class LoaderDashboard:
         self._ended = False
         self._lock = threading.Lock()
 
-    def open(
-        self, loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics, port: int
-    ) -> Dashboard | None:
+    def open(self, loader: Any, look: Callable[[Any], Reading], statistics: Statistics, port: int) -> Dashboard | None:
         """Return the view, with its page. None: the loader was closed meanwhile.
 
         Args:
@@ -53,9 +51,9 @@ class LoaderDashboard:
             dashboard.serve_page(port)
         return dashboard
 
-    def watch(self, loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> None:
-        """Open the socket unless it is open."""
-        if self._dashboard is not None:
+    def watch(self, loader: Any, look: Callable[[Any], Reading], statistics: Statistics) -> None:
+        """Open the socket, unless it is open or the loader was closed."""
+        if self._dashboard is not None or self._ended:
             return
         from asyncloader.live.dashboard import watch
 

@@ -34,12 +34,25 @@ class EpochProgress(Generic[B]):
         loader: the loader.
         statistics: of the loader.
         first_step: returns the number of steps before the newest iterator, which resumed there.
+        title: returns the newest iterator's title.
+        diagnose: judges the run.
+        unit: the name of a step.
     """
 
-    def __init__(self, loader: Any, statistics: Statistics, first_step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        statistics: Statistics,
+        first_step: Callable[[], int],
+        title: Callable[[], str],
+        diagnose: Callable[[], Diagnosis],
+        unit: str = "batch",
+    ) -> None:
         self._loader = loader
         self._statistics = statistics
-        self._first_step = first_step
+        self._first_step, self._title = first_step, title
+        self._diagnose = diagnose
+        self._unit = unit
 
     def __len__(self) -> int:
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
@@ -60,8 +73,8 @@ class EpochProgress(Generic[B]):
             total = len(self._loader)
         except TypeError:
             total = None
-        bar = _open_bar(f"epoch {self._loader.epoch}", total, self._first_step())
-        return iterator if bar is None else counted(iterator, _Display(bar, self._statistics, self._loader.diagnose))
+        bar = _open_bar(self._title(), total, self._first_step(), self._unit)
+        return iterator if bar is None else counted(iterator, _Display(bar, self._statistics, self._diagnose))
 
 
 class _Bar(Protocol):
@@ -151,7 +164,7 @@ class _Display:
         now = perf_counter()
         self._draw_at, self._judge_at = now + _DRAW_S, now + 1.0
         # Time and waiting at the begin of the window, and at the begin of the next.
-        self._since = self._next_since = (statistics.elapsed_s, statistics.wait_s)
+        self._since = self._next_since = statistics.times()
 
     def step(self) -> None:
         """Count a batch."""
@@ -169,7 +182,7 @@ class _Display:
             self._judge_at = now + _JUDGE_S
             bound = self._diagnose().bound
             self._verdict = {"unknown": "", "consumer": ", the loader keeps up"}.get(bound, f", bound by {bound}")
-        here = (self._statistics.elapsed_s, self._statistics.wait_s)
+        here = self._statistics.times()
         passed, waited = here[0] - self._since[0], here[1] - self._since[1]
         if here[0] - self._next_since[0] >= _WINDOW_S:
             self._since, self._next_since = self._next_since, here
@@ -187,26 +200,26 @@ class _Display:
             bar.close()
 
 
-def _open_bar(title: str, total: int | None, done: int) -> _Bar | None:
+def _open_bar(title: str, total: int | None, done: int, unit: str) -> _Bar | None:
     """Return a bar on standard error; None without a terminal, or a package that draws it."""
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     for kind in (_Tqdm, _Rich):
         try:
-            return kind(title, total, done)
+            return kind(title, total, done, unit)
         except ImportError:
             continue
     return None
 
 
 class _Tqdm:
-    def __init__(self, title: str, total: int | None, done: int) -> None:
+    def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
         from tqdm import tqdm
 
         # Else tqdm starts a thread that watches its bars.
         kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
         self._bar = kind(
-            desc=title, total=total, initial=done, unit="batch", mininterval=0.0, miniters=1, dynamic_ncols=True
+            desc=title, total=total, initial=done, unit=unit, mininterval=0.0, miniters=1, dynamic_ncols=True
         )
 
     def draw(self, steps: int, text: str) -> None:
@@ -218,7 +231,7 @@ class _Tqdm:
 
 
 class _Rich:
-    def __init__(self, title: str, total: int | None, done: int) -> None:
+    def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -232,12 +245,13 @@ class _Rich:
         self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
         self._task = self._progress.add_task(title, total=total, completed=done, text="")
         self._begun, self._done = perf_counter(), 0
+        self._unit = {"batch": "batches"}.get(unit, f"{unit}s")
         self._progress.start()
 
     def draw(self, steps: int, text: str) -> None:
         self._done += steps
         rate = self._done / max(1e-9, perf_counter() - self._begun)
-        self._progress.update(self._task, advance=steps, text=f"{rate:.1f} batches/s, {text}", refresh=True)
+        self._progress.update(self._task, advance=steps, text=f"{rate:.1f} {self._unit}/s, {text}", refresh=True)
 
     def close(self) -> None:
         self._progress.stop()

@@ -87,13 +87,14 @@ def _of_loaders(found: Sequence[Snapshot]) -> Iterator[tuple[str, Any]]:
     yield title, text("\n".join([verdict["text"], *lines]))
     columns = "worker", "place", "now", "busy", "tasks", "ring"
     yield f"workers of process {most['pid']}", table(columns, (_worker_row(each) for each in most["workers"]))
-    columns = "stage", "batches", "median", "95 %", "99 %"
+    columns = "stage", "batches" if most["unit"] == "batches" else "number", "median", "95 %", "99 %"
     yield "stages, over the whole run", table(columns, (_stage_row(each) for each in most["stages"]))
 
 
 def _loader_row(each: Snapshot) -> Sequence[object]:
     rates = each["rates"]
-    figures = f"{rates['batches_per_s']:.3g}", f"{rates['wait_frac']:.0%}"
+    unit = "" if each["unit"] == "batches" else f" {each['unit']}"
+    figures = f"{rates['batches_per_s']:.3g}{unit}", f"{rates['wait_frac']:.0%}"
     return each["pid"], each["name"], *figures, each["state"], each["place"]
 
 

@@ -52,6 +52,7 @@ class LoaderAsyncIterator(AsyncIterator[T_co]):
         iterator = self._reader.iterator
         if self._reading is None and iterator is not None and iterator._ready():
             ready: T_co = next(iterator)
+            iterator._count()
             return ready
         # A future of another event loop, in which a call was cancelled, may never be done. Its read is not repeated.
         if self._reading is None or self._reading.get_loop() is not asyncio.get_running_loop():
@@ -103,10 +104,11 @@ class _Reader:
         try:
             if self.iterator is None:
                 self.iterator = iter(self._loader)
+                self.iterator._counts = False  # an item that was read may be delivered later, or never
                 if self.limit is not None:
                     self.iterator.limit(self.limit)
             try:
-                return self.iterator._read(), None
+                return next(self.iterator), None
             except StopIteration:
                 return _OVER, None
         except BaseException as error:

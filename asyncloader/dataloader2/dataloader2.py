@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils.data import MapDataPipe
@@ -41,7 +41,9 @@ from asyncloader.dataloader2.services.interface import (
     shutdown_parts,
     with_threads,
 )
+from asyncloader.dataloader2.services.worker_streams import Interleaved
 from asyncloader.errors import StateError
+from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import finish_trace
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
@@ -64,7 +66,7 @@ POSITION_KEY_NAME = "position"
 """Items of the epoch that were delivered; None between epochs. torchdata's states have no such key."""
 
 
-class DataLoader2(RunMethods, Generic[T_co]):
+class DataLoader2(RunMethods[T_co]):
     """Reads a graph of datapipes.
 
     The graph and the reading service are cloned by pickle, so that the caller's stay as they are; with lambdas only if
@@ -109,7 +111,8 @@ class DataLoader2(RunMethods, Generic[T_co]):
         with torch.random.fork_rng(devices=()):
             self._seed_generator = SeedGenerator()
         self._initial_seed_generator = clone(self._seed_generator)
-        self._delivered: int | None = None  # items of this epoch; None between epochs
+        # The loader's count of items at the beginning of this epoch; None between epochs.
+        self._epoch_base: int | None = None
         # If set, the next `iter()` begins the last epoch again, and drops this number of items.
         self._resume_at: int | None = None
         self._to_drop = 0
@@ -118,16 +121,32 @@ class DataLoader2(RunMethods, Generic[T_co]):
         self._shuffle_seeds: list[int] | None = None  # of that epoch, if no service has set them
         self._with_threads: list[Any] = []  # the parts that `shutdown` ends: not every service does
         self._statistics = GraphStatistics()
+        self._dashboard = LoaderDashboard()
         self._adapt()
         self._terminated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_beginning_or_ending": None, "_reading": None, "_statistics": None}
+        own = dict.fromkeys(("_beginning_or_ending", "_reading", "_statistics", "_dashboard"))
+        # A copy has delivered no item itself, and the same position.
+        delivered = self._delivered
+        return {**vars(self), **own, "_epoch_base": None if delivered is None else -delivered}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._statistics = GraphStatistics()
+        self._dashboard = LoaderDashboard()
         self._make_locks()
+
+    @property
+    def _delivered(self) -> int | None:
+        """Items of this epoch up to the position; None between epochs."""
+        base = self._epoch_base
+        return None if base is None else self._statistics.batches - base
+
+    @property
+    def _position(self) -> int | None:
+        """That of `state_dict`: also a position that the next ``iter()`` will resume at."""
+        return self._delivered if self._resume_at is None else self._resume_at
 
     def _make_locks(self) -> None:
         # `aclose` runs `shutdown` in another thread, perhaps while the thread of an ``async for`` begins an epoch. With
@@ -174,7 +193,7 @@ class DataLoader2(RunMethods, Generic[T_co]):
     def _begin_epoch(self, datapipe: DataPipe, resume_at: int | None) -> None:
         """Begin the next epoch, or with a position the last epoch again. If that fails, it can be tried again."""
         self._datapipe_iter = None  # the last reference: its finalizers end the epoch before
-        self._delivered, self._resume_at = None, resume_at
+        self._epoch_base, self._resume_at = None, resume_at
         if self._is_paused:
             self._resume()
         if resume_at is not None:
@@ -188,14 +207,19 @@ class DataLoader2(RunMethods, Generic[T_co]):
         self._initial_seed_generator = clone(self._seed_generator)
         self._statistics.begin_epoch()
         try:
-            self._datapipe_iter = iter(self._prepare(datapipe, resume_at))
+            datapipe = self._prepare(datapipe, resume_at)
+            if not isinstance(datapipe, Interleaved):
+                self._statistics.time_items()
+            self._datapipe_iter = iter(datapipe)
         except BaseException:
+            self._statistics.leave()
             # A second attempt gets the same seeds.
             self._seed_generator = clone(self._initial_seed_generator)
             raise
         self._reset_iter = self._interrupted = False
         self._resume_at = None
-        self._delivered = self._to_drop = resume_at or 0
+        self._to_drop = resume_at or 0
+        self._epoch_base = self._statistics.batches - self._to_drop
 
     def _prepare(self, datapipe: DataPipe, resume_at: int | None) -> DataPipe:
         """Prepare the graph for an epoch."""
@@ -229,46 +253,31 @@ class DataLoader2(RunMethods, Generic[T_co]):
             raise TypeError("Cannot restore from non-checkpointable reading service")
         return service.restore(datapipe, self.reading_service_state)
 
-    def _read(self) -> Any:
-        """Read the next item, for the valid iterator."""
-        self._reset_iter = True
-        reader = self.valid_iterator_id
-        try:
-            if self._is_paused:
-                raise PauseIteration("DataLoader2 has been paused. `resume` must be called before continuing.")
-            if self._interrupted and not self._terminated and self.datapipe is not None:
-                self._begin_epoch(self.datapipe, self._delivered)
-                self._reset_iter = True
-            if self._datapipe_iter is None:
-                raise StopIteration
-            while self._to_drop:
-                self._drop_one(self._datapipe_iter)
-            statistics = self._statistics
-            began, computed = statistics.begin_item()
-            try:
-                item = next(self._datapipe_iter)
-            finally:
-                statistics.waiting_since = None
-            statistics.end_item(began, computed)
-        except PauseIteration:
-            raise
-        except StopIteration:
-            # After `shutdown` it is not the end of the epoch: the position stays that of the last item.
-            if not self._terminated:
-                self._delivered = None
-                if self.reading_service is not None:
-                    self.reading_service.finalize_iteration()
-            raise
-        except Exception:
-            if reader == self.valid_iterator_id:
-                self._end_reading()
-            raise
-        except BaseException:
-            # Ctrl-C: the user may go on with the same iterator. Its generators are over, so the epoch begins again
-            # then.
-            self._interrupted = self._delivered is not None
-            raise
-        return item
+    def _before_read(self) -> None:
+        """Do what comes before the next item is read: after Ctrl-C begin the epoch again, and drop the items before the
+        position.
+
+        Raises:
+            PauseIteration: the loader is paused.
+        """
+        if self._is_paused:
+            raise PauseIteration("DataLoader2 has been paused. `resume` must be called before continuing.")
+        if self._interrupted and not self._terminated and self.datapipe is not None:
+            delivered = self._delivered
+            # None: Ctrl-C has come again while the epoch began again.
+            self._begin_epoch(self.datapipe, self._resume_at if delivered is None else delivered)
+            self._reset_iter = True
+        while self._to_drop and self._datapipe_iter is not None:
+            self._drop_one(self._datapipe_iter)
+
+    def _end_epoch(self) -> None:
+        """Note that the graph has no more items."""
+        self._statistics.leave()
+        # After `shutdown` it is not the end of the epoch: the position stays that of the last item.
+        if not self._terminated:
+            self._epoch_base = None
+            if self.reading_service is not None:
+                self.reading_service.finalize_iteration()
 
     def _drop_one(self, source: Iterator[Any]) -> None:
         try:
@@ -306,7 +315,7 @@ class DataLoader2(RunMethods, Generic[T_co]):
             end_soon(_end, source, self.reading_service, self._with_threads)
 
     def shutdown(self) -> None:
-        """End the epoch, the processes and threads that read for it, and the trace; wait for them. Idempotent.
+        """End the epoch, the processes and threads that read for it, the page and the trace; wait for them. Idempotent.
 
         Raises:
             OSError: the trace cannot be written.
@@ -314,13 +323,18 @@ class DataLoader2(RunMethods, Generic[T_co]):
         try:
             self._end_reading()
         finally:
-            finish_trace(self._statistics)
+            try:
+                if (dashboard := self._dashboard.end()) is not None:
+                    dashboard.close()
+            finally:
+                finish_trace(self._statistics)
 
     def _end_reading(self) -> None:
         with self._beginning_or_ending:
             if self._terminated:
                 return
             self._terminated = True
+            self._statistics.leave()
             source, self._datapipe_iter = [self._datapipe_iter], None
         # Without the lock: no epoch begins any more, and this may wait for processes.
         _end(source, self.reading_service, self._with_threads)
@@ -366,7 +380,7 @@ class DataLoader2(RunMethods, Generic[T_co]):
             SERIALIZED_DATAPIPE_KEY_NAME: serialize_datapipe(self._datapipe_before_reading_service_adapt),
             READING_SERVICE_STATE_KEY_NAME: state,
             RANDOMNESS_STATE_KEY_NAME: (self._seed, self._reset_seed, *generators),
-            POSITION_KEY_NAME: self._delivered if self._resume_at is None else self._resume_at,
+            POSITION_KEY_NAME: self._position,
             "read_by": self._read_by,
             "shuffle_seeds": self._shuffle_seeds,
         }

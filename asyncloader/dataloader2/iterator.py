@@ -5,7 +5,9 @@ Data path: graph -> reading service -> DataLoader2 -> [iterator] -> the user.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncloader.dataloader2.error import PauseIteration
@@ -34,33 +36,71 @@ class DataLoader2Iterator(Iterator[T_co]):
         self.iterator_id = iterator_id
         self.limit_counter: int | None = None
         self.limit_threshold: int | None = None
+        self._counts = True  # each item as delivered; False: `_count` does
+        dataloader._statistics.use()
 
     def __next__(self) -> T_co:
-        item = self._read()
-        self._count()
-        return item
-
-    def _read(self) -> T_co:
-        """Read the next item, without counting it as delivered."""
+        # All in one function: an item may be a single number, which takes little longer than the calls on its way.
         loader = self.dataloader
-        with loader._reading:
-            if self.iterator_id != loader.valid_iterator_id:
-                raise RuntimeError(_INVALIDATED)
-            try:
-                item: T_co = loader._read()
-            except PauseIteration:
-                raise StopIteration from None
-            if self.limit_counter is not None and self.limit_threshold is not None:
-                self.limit_counter += 1
-                if self.limit_counter >= self.limit_threshold:
-                    self._pause()
-            return item
+        statistics = loader._statistics
+        try:
+            with loader._reading:
+                if self.iterator_id != loader.valid_iterator_id:
+                    raise RuntimeError(_INVALIDATED)
+                loader._reset_iter = True
+                try:
+                    if loader._is_paused or loader._interrupted or loader._to_drop:
+                        loader._before_read()
+                    source = loader._datapipe_iter
+                    if source is None:
+                        raise StopIteration
+                    if statistics.by_chunk:
+                        item: T_co = next(source)
+                    else:
+                        statistics.waiting_since = began = perf_counter()
+                        looked = statistics.begin_look(began) if began >= statistics.look_at else None
+                        try:
+                            item = next(source)
+                        finally:
+                            now = perf_counter()
+                            statistics.waiting_since = None
+                            statistics.wait_s += now - began
+                        if looked is not None:
+                            statistics.end_look(began, now, looked)
+                except PauseIteration:
+                    raise StopIteration from None
+                except StopIteration:
+                    loader._end_epoch()
+                    raise
+                except Exception:
+                    if self.iterator_id == loader.valid_iterator_id:
+                        loader._end_reading()
+                    raise
+                if self.limit_threshold is not None:
+                    self._count_to_limit(self.limit_threshold)
+        except BaseException as error:
+            # Ctrl-C, perhaps when the item was read already. The user may go on with the same iterator. The graph's
+            # generators are over, so the epoch begins again then, behind the last item that was counted.
+            valid = self.iterator_id == loader.valid_iterator_id
+            if valid and not isinstance(error, Exception) and loader._delivered is not None:
+                loader._interrupted = True
+            raise
+        # No calls from here on, so that Ctrl-C can come only before the item is counted, and it is read again then.
+        if self._counts and self.iterator_id == loader.valid_iterator_id:
+            statistics.batches += 1
+        return item
 
     def _count(self) -> None:
         """Count an item as delivered: a loader that resumes from a state does not give it again."""
         loader = self.dataloader
-        if self.iterator_id == loader.valid_iterator_id and loader._delivered is not None:
-            loader._delivered += 1
+        if self.iterator_id == loader.valid_iterator_id:
+            loader._statistics.batches += 1
+
+    def _count_to_limit(self, limit: int) -> None:
+        assert self.limit_counter is not None
+        self.limit_counter += 1
+        if self.limit_counter >= limit:
+            self._pause()
 
     def _ready(self) -> bool:
         """Whether the next item has arrived, so that `next` waits for nothing and runs no code of the user's."""
@@ -92,3 +132,10 @@ class DataLoader2Iterator(Iterator[T_co]):
         if source is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(source, name)
+
+    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        # A loop that was left: the time from then on is not that of an epoch. The attribute is missing in a copy whose
+        # making failed.
+        loader = vars(self).get("dataloader")
+        if loader is not None and not exiting() and self.iterator_id == loader.valid_iterator_id:
+            loader._statistics.leave()

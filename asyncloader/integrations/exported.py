@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import suppress
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.loader import DataLoader
-from asyncloader.ranks.topology import topology
+from asyncloader.ranks.topology import topology, topology_of_process
 from asyncloader.telemetry.metrics import Metric, MetricSample
 
-Loader: TypeAlias = "DataLoader[Any] | AsyncDataLoader[Any]"
+if TYPE_CHECKING:
+    from asyncloader.dataloader2 import DataLoader2
+
+Loader: TypeAlias = "DataLoader[Any] | AsyncDataLoader[Any] | DataLoader2[Any]"
 
 
 class ExportedLoaders:
@@ -35,7 +39,7 @@ class ExportedLoaders:
         Raises:
             TypeError: it is no loader of asyncloader.
         """
-        if not isinstance(loader, (DataLoader, AsyncDataLoader)):
+        if not isinstance(loader, (DataLoader, AsyncDataLoader)) and not _is_graph_loader(loader):
             raise TypeError(f"{name} should be a loader of asyncloader, but is a {type(loader).__name__}")
         self._ranks[name] = _rank(loader)
         self._loaders[name] = weakref.ref(loader)
@@ -57,5 +61,12 @@ class ExportedLoaders:
         return {name: metric._replace(samples=samples) for name, (metric, samples) in merged.items()}
 
 
+def _is_graph_loader(loader: Any) -> bool:
+    # Not imported here: that would add forms to torch's datapipes. Where no code has imported it, this is not one.
+    module = sys.modules.get("asyncloader.dataloader2.dataloader2")
+    return module is not None and isinstance(loader, module.DataLoader2)
+
+
 def _rank(loader: Loader) -> int:
-    return topology(getattr(loader, "_spec", loader)).rank
+    # The ranks of a graph are always those of the whole process group.
+    return topology_of_process().rank if _is_graph_loader(loader) else topology(getattr(loader, "_spec", loader)).rank

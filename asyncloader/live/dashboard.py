@@ -27,8 +27,7 @@ from asyncloader.epoch.sync_inline import close_at_exit
 from asyncloader.errors import LoaderClosed
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.page_trace import TraceDownload
-from asyncloader.live.reading import LoaderParts, read
-from asyncloader.live.snapshot import Snapshots
+from asyncloader.live.snapshot import Reading, Snapshots
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -43,14 +42,14 @@ class Dashboard:
 
     Args:
         loader: the loader, to which it refers weakly.
-        look: returns the loader's parts.
+        look: reads the loader.
         statistics: the loader's counters.
 
     Raises:
         OSError: the folder of the sockets cannot be used.
     """
 
-    def __init__(self, loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> None:
+    def __init__(self, loader: Any, look: Callable[[Any], Reading], statistics: Statistics) -> None:
         self._owner = os.getpid()
         self._statistics = statistics
         traces = TraceDownload(statistics, type(loader).__name__)
@@ -119,7 +118,7 @@ class Dashboard:
         return f'<a href="{self.url}" target="_blank" rel="noopener noreferrer">{self.url}</a>'
 
 
-async def _lines(loader: weakref.ref[Any], look: Callable[[Any], LoaderParts]) -> AsyncGenerator[bytes]:
+async def _lines(loader: weakref.ref[Any], look: Callable[[Any], Reading]) -> AsyncGenerator[bytes]:
     """Make a line each second: a snapshot of the loader, as JSON."""
     snapshots = Snapshots()
     while (line := _line(loader, look, snapshots)) is not None:
@@ -127,13 +126,13 @@ async def _lines(loader: weakref.ref[Any], look: Callable[[Any], LoaderParts]) -
         await asyncio.sleep(_PERIOD_S)
 
 
-def _line(loader: weakref.ref[Any], look: Callable[[Any], LoaderParts], snapshots: Snapshots) -> bytes | None:
+def _line(loader: weakref.ref[Any], look: Callable[[Any], Reading], snapshots: Snapshots) -> bytes | None:
     # A function, because the reference to the loader must go before the next line.
     this = loader()
-    return None if this is None else json.dumps(snapshots.take(read(look(this)))).encode()
+    return None if this is None else json.dumps(snapshots.take(look(this))).encode()
 
 
-def watch(loader: Any, look: Callable[[Any], LoaderParts], statistics: Statistics) -> Dashboard | None:
+def watch(loader: Any, look: Callable[[Any], Reading], statistics: Statistics) -> Dashboard | None:
     """Open the socket of a loader whose process was started with ``ASYNCLOADER_TOP=1``; a failure is logged only."""
     if get_worker_info() is not None:  # a loader in a worker's dataset
         return None

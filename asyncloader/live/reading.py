@@ -65,14 +65,15 @@ def read(watched: LoaderParts) -> Reading:
         elapsed_s=statistics.elapsed_s,
         waiting_s=None if waiting_since is None else max(0.0, clock - waiting_since),
         blocks=statistics.blocks(),
-        workers=[*_workers(watched.pool)],
+        workers=[*read_workers(watched.pool)],
         decodes_apart=config is None or not config.concurrent,
         verdict=None if config is None else diagnose_run(spec, statistics),
         traced=(trace := statistics.trace) is not None and trace.owned and trace.file is not None,
     )
 
 
-def _workers(pool: WorkerPool | None) -> Iterator[WorkerReading]:
+def read_workers(pool: WorkerPool | None) -> Iterator[WorkerReading]:
+    """Read the workers that run."""
     if pool is None or pool.stopped:
         return
     # Copies: the loop's thread may replace a worker while they are read.

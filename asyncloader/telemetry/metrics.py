@@ -38,12 +38,12 @@ def metrics(stats: Mapping[str, float], blocks: Mapping[int, Sequence[float]]) -
     """Return all metrics of a loader.
 
     Args:
-        stats: its `stats()`.
+        stats: its `stats()`; figures that are missing have no metric.
         blocks: what each process has timed, by the worker's number; -1: the main process.
     """
     found = []
     for key, figure in FIGURES.items():
-        if figure.kind == "derived":
+        if figure.kind == "derived" or key not in stats:
             continue
         found.append(_metric(key, figure, [({}, stats[key])]))
     addresses = [key[len("node/") : -len("/workers")] for key in stats if re.fullmatch("node/.*/workers", key)]

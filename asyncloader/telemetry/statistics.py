@@ -231,6 +231,10 @@ class Statistics(LoaderFigures):
         node["bytes"] += nbytes
         node["busy_s"] += busy
 
+    def times(self) -> tuple[float, float]:
+        """Seconds of iterating, up to the newest batch, and of these, seconds that the consumer waited."""
+        return self.elapsed_s, self.wait_s
+
     def others_cpu(self) -> float:
         """CPUs that other programs used on average since the first iterator began; 0 where that is unknown."""
         began, busy_then, own_then = self._first_begun

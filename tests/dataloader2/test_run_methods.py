@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from asyncloader.dataloader2 import (
 )
 from asyncloader.errors import WorkerDied
 from tests.dataloader2.parts import MP, as_tensor, dies_at_5, double, fails_at_5, numbers
+from tests.helpers.counting import counted
 from tests.helpers.trace_events import read_trace
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -31,14 +34,18 @@ def workers(number: int) -> MultiProcessingReadingService:
 
 @pytest.mark.parametrize("service", [None, InProcessReadingService()], ids=["none", "in process"])
 def test_without_workers(service: Any, tmp_path: Path) -> None:
-    """An item is a batch, which this process fetches."""
+    """An item is a batch, which this process fetches. Items are traced and timed one by one from when that is asked for
+    on; what is waiting is known of the items before, too.
+    """
     graph = numbers(12).map(double)
     with DataLoader2[Any](graph, reading_service=service) as loader:
         list(loader)
+        assert "for an item" not in loader.explain()
+        assert 0 < loader._statistics.times()[1] < loader._statistics.times()[0]
         with loader.trace(tmp_path / "a.json"):
             list(loader)
         assert loader.stats()["data/batches"] == 24
-        assert loader.stats("train/", interval=True)["train/stage/fetch/count"] == 24
+        assert loader.stats("train/", interval=True)["train/stage/fetch/count"] == 12
         assert loader.stats(interval=True)["data/batches"] == 0
         words = loader.explain()
     found = read_trace(tmp_path / "a.json")
@@ -65,7 +72,7 @@ def test_with_workers(within: bool, tmp_path: Path) -> None:
     assert found.ways == dict.fromkeys(found.delivered, WAY)
     assert {run for run, _ in found.delivered} == {1, 2}
     assert {seq % 2 for _, seq in found.delivered} == {0, 1}
-    main_track, *tracks = sorted(found.tracks, key=lambda each: each.startswith("worker"))
+    main_track, *tracks = sorted(found.tracks, key=lambda each: (each.startswith("worker"), each))
     assert main_track.startswith("DataLoader2 ")
     assert [each.partition(" (")[0] for each in tracks] == ["worker 0", "worker 1"]
     assert sum(found.spans[each, "tasks"]["batch"] for each in tracks) == len(found.delivered)
@@ -138,6 +145,50 @@ def test_errors_and_deaths(tmp_path: Path) -> None:
         assert loader.stats()["data/worker_restarts"] == 3
     events = read_trace(tmp_path / "b.json").events["worker died"]
     assert {each["track"].partition(" (")[0] for each in events} == {"worker 1"}
+
+
+@pytest.mark.parametrize("service", [None, workers(1)], ids=["none", "workers"])
+def test_what_nobody_asks_for_costs_nothing(service: Any) -> None:
+    """Without workers one item in 50 ms is looked at closely, and each item once that is asked for. With workers none
+    is: their messages are timed, from the beginning.
+    """
+    with DataLoader2[Any](numbers(600).sharding_filter(), reading_service=service) as loader:
+        for asked in (False, True):
+            began = perf_counter()
+            calls = counted(lambda: deque(loader, 0)).functions
+            looks = calls["asyncloader/dataloader2/graph_statistics.py GraphStatistics.end_look"]
+            if service is None:
+                assert looks == 600 if asked else 1 <= looks <= 1 + (perf_counter() - began) / 0.05
+            else:
+                assert looks == 0
+            assert calls["asyncloader/dataloader2/iterator.py DataLoader2Iterator.__next__"] == 601
+            stats = loader.stats()
+            assert stats["data/batches"] == 600 * (1 + asked)
+            assert (stats.get("stage/wait/count", 0) > 0) == (asked or service is not None)
+
+
+def test_the_time_of_an_epoch() -> None:
+    """Goes on while an iterator is in use, and no longer: not between epochs, nor once a loop was left."""
+    with DataLoader2[Any](numbers(6)) as loader:
+        times = loader._statistics.times
+        assert times() == times() == (0, 0)
+        items = iter(loader)
+        next(items)
+        assert times()[0] < times()[0]
+        again = iter(loader)
+        del items
+        assert times()[0] < times()[0], "the new iterator is in use"
+        assert len(list(again)) == 6
+        assert times()[0] == times()[0] > times()[1] > 0
+        for _ in loader:
+            assert times()[0] < times()[0]
+            break
+        assert times()[0] == times()[0]
+        items = iter(loader)
+        assert times()[0] < times()[0]
+        loader.shutdown()
+        del items
+        assert times()[0] == times()[0]
 
 
 def ranges_of(profiler: Any) -> set[str]:

@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dispatcher, EpochOrder
 from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, WorkerInfo, reset_graph, worker_graph
 from asyncloader.delivery.opener import raise_worker_error
+from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
@@ -38,6 +40,7 @@ from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
 if TYPE_CHECKING:
     from asyncloader.dataloader2.graph_statistics import GraphStatistics
+    from asyncloader.workers.pool import WorkerPool
 
 
 class Chunk(NamedTuple):
@@ -218,6 +221,7 @@ class Interleaved(IterDataPipe[Any]):
         method: the start method of the workers.
         dealt: whether the graph has a dispatching process.
         parts: the names of the parts that each worker reads.
+        when_started: called when all workers have begun an epoch.
     """
 
     def __init__(self, branches: list[Branch], dispatcher: Dispatcher | None, context: Any) -> None:
@@ -240,14 +244,29 @@ class Interleaved(IterDataPipe[Any]):
         self._dispatcher = dispatcher
         self._beginning_or_ending = threading.Lock()
         self._newest: Callable[[], _StreamsInTurn | None] = _no_items
+        self._statistics: GraphStatistics | None = None
         self.method = str(context.get_start_method())
         self.dealt = dispatcher is not None
         self.parts = names_of(parts_of(branches[0]._datapipe))
+        self.when_started: Callable[[], object] = _no_items
 
-    def count_into(self, statistics: GraphStatistics) -> None:
-        """Have these counters join those of the workers' loaders. Call it before the first epoch."""
+    def count_into(self, statistics: GraphStatistics, *, by_chunk: bool) -> None:
+        """Have these counters join those of the workers' loaders. Call it before the first epoch.
+
+        Args:
+            statistics: the counters.
+            by_chunk: whether the graph ends here.
+        """
+        self._statistics = statistics
         for number, loader in enumerate(self._loaders):
-            loader._asyncloader_state.statistics = statistics.of_worker(number, len(self._loaders))
+            state = loader._asyncloader_state
+            state.statistics = statistics.of_worker(number, len(self._loaders), by_chunk=by_chunk)
+            state.dashboard.end()  # the graph has one
+
+    def pools(self) -> list[WorkerPool | None]:
+        """The processes of each worker, one in each pool; None where they have not started."""
+        newest = [each._asyncloader_state.iterator() for each in self._loaders]
+        return [each._pool if isinstance(each, WorkerIterator) else None for each in newest]
 
     @property
     def ready(self) -> int:
@@ -269,9 +288,20 @@ class Interleaved(IterDataPipe[Any]):
         """Begin the epoch in all workers."""
         # `shutdown` may run in another thread, for a finalizer. It waits until all workers are started, or is first,
         # and then none is.
-        with self._beginning_or_ending:
-            assert self._loaders, "the workers have ended"
-            return [iter(loader) for loader in self._loaders]
+        statistics = self._statistics
+        if statistics is not None and not statistics.by_chunk:
+            statistics = None  # the reader of the last part notes that it waits
+        if statistics is not None:
+            statistics.waiting_since = perf_counter()
+        try:
+            with self._beginning_or_ending:
+                assert self._loaders, "the workers have ended"
+                begun: list[Iterator[Chunk]] = [iter(loader) for loader in self._loaders]
+        finally:
+            if statistics is not None:
+                statistics.waiting_since = None
+        self.when_started()
+        return begun
 
     def explain_death(self, worker: int, error: WorkerDied) -> WorkerDied:
         """Make the error with this worker's number, and with advice for the user of a graph."""
@@ -372,7 +402,7 @@ def names_of(parts: Iterable[Any]) -> list[str]:
 
 
 def _no_items() -> None:
-    """No epoch has begun."""
+    """No epoch has begun; or nothing follows from it."""
 
 
 def _pass_through(chunk: Any) -> Any:

@@ -18,8 +18,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from asyncloader import DataLoader
+from asyncloader.dataloader2 import DataLoader2
 from tests.helpers.datasets import Numbers
 from tests.helpers.recorded_seconds import Seconds
 from tests.helpers.running import PATIENCE_S, environment
@@ -329,3 +331,18 @@ def test_a_program_that_is_killed_and_started_again(browser: Any, tmp_path: Path
         has_text(page, "#state", "idle")
     context.close()
     assert not errors
+
+
+def test_a_graph_of_datapipes(open_page: Open) -> None:
+    """The page shows its items, and leaves out the figures that it does not have."""
+    with DataLoader2[Any](IterableWrapper(range(30))) as loader:
+        page = open_page(loader.dashboard().url)
+        has_text(page, "#place", "not iterated yet")
+        assert len([*loader]) == 30
+        has_text(page, "#totals", "items")
+        has_text(page, "#totals", "30")
+        has_text(page, "#rate", "items/s")
+        has_text(page, "#stages caption", "message or item")
+        shown = page.locator("#totals").inner_text() + page.locator("#rate-more").inner_text()
+        assert not [word for word in ("samples", "bytes", "restarted", "batches", "ready") if word in shown]
+        assert page.locator("#stores").is_hidden()

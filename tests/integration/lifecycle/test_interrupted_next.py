@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import dis
-import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
-from functools import cache
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +18,7 @@ from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.workers.memory.ring import Ring, oneoff_anchor
+from tests.helpers.interrupting import Interruption
 
 BATCHES = 600
 SEED = 7
@@ -36,83 +32,6 @@ WATCHED = [
     *(TorchIterator.pull, IndexStream.pull),
     Bridge.call_soon,
 ]
-
-MONITORING: Any = getattr(sys, "monitoring", None)
-"""From Python 3.12 on; there `settrace` reports instructions only now and then."""
-TOOL = 4
-
-PROMPTS = ("CALL", "RESUME", "JUMP_BACKWARD", "BEFORE_WITH", "WITH_EXCEPT_START", "SEND")
-"""Prefixes of the instructions where Python checks for signals: functions' beginnings, calls, jumps back."""
-
-
-@cache
-def _prompts(code: CodeType) -> frozenset[int]:
-    """The offsets of the instructions after which a signal may be handled."""
-    return frozenset(each.offset for each in dis.get_instructions(code) if each.opname.startswith(PROMPTS))
-
-
-class Interruption:
-    """Raises KeyboardInterrupt at one place of a call: the `at`-th place in the watched functions where Python may have
-    checked for signals since the instruction before.
-    """
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-        self.codes: set[CodeType] = {function.__code__ for function in WATCHED}
-        self.before: dict[FrameType | CodeType, bool] = {}
-
-    def __enter__(self) -> None:
-        if MONITORING is None:
-            sys.settrace(self.called)
-            return
-        events = MONITORING.events
-        MONITORING.use_tool_id(TOOL, "interruption")
-        MONITORING.register_callback(TOOL, events.INSTRUCTION, self.instruction)
-        MONITORING.register_callback(TOOL, events.EXCEPTION_HANDLED, self.handled)
-        MONITORING.set_events(TOOL, events.EXCEPTION_HANDLED)
-        for code in self.codes:
-            MONITORING.set_local_events(TOOL, code, events.INSTRUCTION)
-
-    def __exit__(self, *_: object) -> None:
-        if MONITORING is None:
-            sys.settrace(None)
-        else:
-            for code in self.codes:
-                MONITORING.set_local_events(TOOL, code, 0)
-            MONITORING.set_events(TOOL, 0)
-            MONITORING.free_tool_id(TOOL)
-        self.before.clear()
-
-    def instruction(self, code: CodeType, offset: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        before, self.before[code] = self.before.get(code, True), offset in _prompts(code)
-        if before:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-
-    def handled(self, code: CodeType, offset: int, error: BaseException) -> None:
-        self.before[code] = False  # Python does not check on the way to a handler
-
-    def called(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code not in self.codes:
-            return None
-        frame.f_trace_opcodes = True
-        self.before[frame] = True
-        return self.traced
-
-    def traced(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "exception":
-            self.before[frame] = False  # Python does not check on the way to a handler
-        if event != "opcode":
-            return self.traced
-        if self.before[frame]:
-            self.left -= 1
-            if not self.left:
-                raise KeyboardInterrupt
-        self.before[frame] = frame.f_lasti in _prompts(frame.f_code)
-        return self.traced
 
 
 class Samples(torch.utils.data.Dataset[Any]):
@@ -178,7 +97,7 @@ def test_ctrl_c_at_every_place(case: str) -> None:
             got.append(_next(batches, held))
             expected.append(_next(undisturbed, deque(maxlen=1)))
             try:
-                with Interruption(at):
+                with Interruption(at, WATCHED):
                     got.append(_next(batches, held))
             except KeyboardInterrupt:
                 struck += 1
@@ -210,7 +129,7 @@ def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
             batches: Any = iter(loader)
             held.append(next(batches))
             try:
-                with Interruption(at):
+                with Interruption(at, WATCHED):
                     held.append(next(batches))
             except KeyboardInterrupt:
                 struck += 1
