@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, runtime_checkable
 
+from asyncloader.bridge import loop_factory
 from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals
@@ -167,19 +168,9 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], readable: select
 
 
 def serve_async(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine on an event loop of its own, uvloop's where uvloop is installed."""
-    with asyncio.Runner(loop_factory=_loop_factory()) as loop_runner:
+    """Run a coroutine on an event loop of its own."""
+    with asyncio.Runner(loop_factory=loop_factory()) as loop_runner:
         loop_runner.run(serve())
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    if sys.platform == "win32":
-        return None
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
 
 
 class AsyncTaskLoop:

@@ -309,6 +309,17 @@ def test_loop_factory_makes_loops() -> None:
         loop.close()
 
 
+def test_a_program_without_standard_files() -> None:
+    """Has loops that do not abort it: libuv does, when it closes a descriptor below 3."""
+
+    def check() -> None:
+        for descriptor in range(3):
+            os.close(descriptor)
+        assert run_in_thread(asyncio.sleep(0, "done")) == "done"
+
+    assert in_child(check) == 0
+
+
 def test_an_interrupted_call_does_not_stop_those_after_it(bridge: Bridge) -> None:
     """Ctrl-C may strike just where the loop is to be woken: the next call wakes it, for both calls."""
     loop = bridge._loop
