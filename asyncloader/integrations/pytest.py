@@ -6,7 +6,7 @@ pytest would rewrite the asserts of every module of a package that has one, in e
 
 from __future__ import annotations
 
-import inspect
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +30,12 @@ def asyncloader_verify() -> Callable[..., list[Finding]]:
         from asyncloader.verification.verify import verify
 
         if not isinstance(target, str):
-            if "<" in target.__qualname__:  # of a function in a function, or a lambda
-                raise ValueError(f"{target.__qualname__} is not at the top of a module, from which it is imported")
-            target = f"{inspect.getfile(target)}:{target.__qualname__}"
+            name, module = getattr(target, "__qualname__", ""), sys.modules.get(getattr(target, "__module__", ""))
+            # Not `inspect.getfile`: the code of a decorated function may be the decorator's.
+            file = getattr(module, "__file__", None)
+            if not name or "<" in name or file is None:  # a function in a function, a lambda, a partial; a notebook's
+                raise ValueError(f"{name or target!r} is not at the top of a module, from which it is imported")
+            target = f"{file}:{name}"
         findings = list(verify(target, seed=seed, seconds=seconds))
         if has_problem(findings):
             pytest.fail("\n".join(map(as_lines, findings)), pytrace=False)

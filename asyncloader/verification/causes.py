@@ -15,12 +15,14 @@ import pickle
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
+from asyncloader.errors import text_of
 from asyncloader.verification.objects import (
     Kept,
     SharedHandle,
@@ -50,26 +52,27 @@ def in_fork(experiment: Callable[[], Any], seconds: float) -> Any:
     Raises:
         ExperimentFailed: it raised, or the fork died.
     """
-    with tempfile.TemporaryFile() as stacks:
-        reading, writing = os.pipe()
+    # No pipe: a process that user code has started may hold its end open.
+    with tempfile.TemporaryFile() as stacks, tempfile.TemporaryFile() as results:
         pid = os.fork()
         if not pid:
             try:
-                os.close(reading)
+                me = os.getpid()
                 faulthandler.dump_traceback_later(seconds, exit=True, file=stacks.fileno())
                 try:
                     result = {"value": experiment()}
                 except BaseException as error:  # the fork must not go on as its parent does
-                    result = {"error": f"{type(error).__name__}: {error}"}
+                    result = {"error": f"{type(error).__name__}: {text_of(error)}"}
                 faulthandler.cancel_dump_traceback_later()
-                with os.fdopen(writing, "w") as pipe:
-                    json.dump(result, pipe)
+                if os.getpid() == me:  # else a fork that user code has made came back, too
+                    results.write(json.dumps(result).encode())
+                    results.flush()
             finally:
                 os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            text = pipe.read()
-        os.waitpid(pid, 0)
+        with suppress(ChildProcessError):  # user code ignores SIGCHLD, so that the system has taken the status
+            os.waitpid(pid, 0)
+        results.seek(0)
+        text = results.read()
         if text:
             result = json.loads(text)
             if "error" in result:

@@ -16,10 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
 import asyncloader
+from asyncloader.verification.descendants import descendants, end_all, marked
 
 _MARK = "ASYNCLOADER_VERIFY"
 _LARGEST_ANSWER = 64 << 20
@@ -130,39 +132,22 @@ class Interpreter:
 
     def close(self) -> None:
         """End the server and all processes that come from it, also those that have left its session."""
+        # While the server runs, it is the parent of all orphans that come from it.
+        _end_while(lambda: descendants(self._process.pid))
         self._socket.close()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        ended: set[int] = set()
-        while left := {*_marked(self._mark)} - ended:  # and those that these have started since
-            for pid in left:
-                _end(pid)
-            ended |= left
+        mark = f"{_MARK}={self._mark}".encode()
+        _end_while(lambda: marked(mark))  # where the server has ended before
         self._folder.cleanup()
 
 
-def _marked(mark: str) -> list[int]:
-    """Return the processes that have inherited the mark. Linux only: elsewhere the list is empty."""
-    wanted, found = f"{_MARK}={mark}".encode(), []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            if state not in "ZX" and wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
-        except (OSError, IndexError):
-            continue
-    return found
-
-
-def _end(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(OSError):
-            fd = os.pidfd_open(pid)
-            try:
-                select.select([fd], [], [], 5)
-            finally:
-                os.close(fd)
+def _end_while(find: Callable[[], set[int]]) -> None:
+    """End the processes that are found, and those that they have started since."""
+    ended: set[int] = set()
+    while left := find() - ended:
+        end_all(left)
+        ended |= left

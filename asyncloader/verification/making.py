@@ -19,7 +19,6 @@ import torch
 
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import run_in_thread
-from asyncloader.errors import NoEffectWarning
 from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.samplers.distributed import replicas
@@ -53,8 +52,14 @@ def import_target(target: str) -> Callable[[], Any]:
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         folder, module_name = file.parent, file.stem
-        if not file.is_file():
+        if not _is_file(file):
             raise CannotVerify(f"{target!r}: there is no file {file}")
+        if "." in module_name:
+            raise CannotVerify(
+                f"{target!r}: no import can name {file.name}, as it has a dot before .py: rename the file"
+            )
+    elif module_name.startswith("."):
+        raise CannotVerify(f"{target!r} is relative: give the whole name of the module, or file.py:make_loader")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     kind: Any = torch.utils.data.DataLoader
@@ -101,6 +106,13 @@ def import_target(target: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except (OSError, ValueError):  # too long a name, or a folder that may not be entered
+        return False
+
+
 def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[Any]:
     """Call the user's function, and return the loader; an async loader's options.
 
@@ -121,11 +133,11 @@ def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[A
     if isinstance(loader, AsyncDataLoader):
         loader = loader._spec
     if not isinstance(loader, torch.utils.data.DataLoader):
-        why = (
-            ": return the loader, not an iterator over it"
-            if hasattr(given, "__next__") or hasattr(given, "__anext__")
-            else ""
-        )
+        why = ""
+        if hasattr(given, "__next__") or hasattr(given, "__anext__"):
+            why = ": return the loader, not an iterator over it"
+        elif isinstance(given, type):
+            why = f": call the class {given.__name__}, and return the loader"
         if given is None:
             raise CannotVerify("the function returned None: let it return the loader")
         raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
@@ -183,5 +195,5 @@ def changed(loader: torch.utils.data.DataLoader[Any], **changes: Any) -> DataLoa
     if loader._dataset_kind == torch.utils.data._DatasetKind.Iterable and not hasattr(loader.dataset, "state_dict"):
         always["allow_replay"] = True
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", NoEffectWarning)
+        warnings.simplefilter("ignore")  # these options are not the user's, whose module may make warnings errors
         return DataLoader.from_torch(loader, **(always | changes))

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from asyncloader.errors import text_of
 from asyncloader.verification.tokens import token
 from asyncloader.verification.user_code import CodeLine, definition_of, rank
 
@@ -273,7 +274,7 @@ def _refusal(value: Any) -> str:
     try:
         reduction.ForkingPickler(_Nowhere(), pickle.HIGHEST_PROTOCOL).dump(value)
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
     finally:
         _set_spawning(None)
     return ""

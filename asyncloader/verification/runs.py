@@ -10,11 +10,13 @@ import os
 import pickle
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import active_children
 from typing import Any
 
+from asyncloader.errors import text_of
 from asyncloader.loader import DataLoader
 from asyncloader.verification.making import changed, facts, made
 from asyncloader.verification.tokens import leaves, rows, token
@@ -43,6 +45,8 @@ def changes_of(job: Job, loader: Any) -> dict[str, Any]:
 def opened(make: Callable[[], Any], job: Job) -> DataLoader[Any]:
     """Return the loader of a job."""
     loader = made(make, job.get("ambient", 0))
+    # Of more workers than CPUs, which is the disturbance's doing; the module may make warnings errors.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
     return changed(loader, **changes_of(job, loader))
 
 
@@ -131,13 +135,14 @@ def _kill_worker() -> None:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """Describe an error in plain values: its text, and the user's line."""
-    place = place_of_error(error)
-    text = str(error).strip() or type(error).__name__
+    """Describe an error in plain values: its text, and the user's line. Whatever its class does, this succeeds."""
+    place, notes = place_of_error(error), list[str]()
+    with suppress(Exception):
+        notes += [str(each) for each in error.__notes__]
     return {
         "type": type(error).__name__,
-        "text": text[-4000:],
-        "notes": [str(each) for each in getattr(error, "__notes__", ())][:5],
+        "text": text_of(error)[-4000:],
+        "notes": notes[:5],
         "place": None if place is None else list(place),
     }
 

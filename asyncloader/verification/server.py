@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import mmap
 import os
@@ -17,10 +18,11 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import IO, Any
 
 from asyncloader.verification import causes
+from asyncloader.verification.descendants import adopt_orphans
 from asyncloader.verification.making import CannotVerify, IteratedAtImport, import_target
 from asyncloader.verification.runs import Job, described, look, run
 from asyncloader.verification.sources import Sources
@@ -29,6 +31,10 @@ from asyncloader.verification.watching import following
 _LARGEST_RESULT = 64 << 20
 _NOTE_BYTES = 4096
 _GRACE_S = 2.0
+
+
+class _NotWanted(Exception):
+    """The process that sends the jobs has ended."""
 
 
 CarryOut = Callable[[Job, Callable[[], Any], Callable[[str], None]], dict[str, Any]]
@@ -55,25 +61,54 @@ def serve(fd: int, target: str, carry_out: CarryOut) -> None:
         target: see `import_target`.
         carry_out: called in the forks.
     """
-    connection = socket.socket(fileno=fd)
+    connection, me = socket.socket(fileno=fd), os.getpid()
     connection.set_inheritable(False)
     warnings.simplefilter("ignore")
+    adopt_orphans()
     answer: dict[str, Any] = {"ready": True}
     make: Callable[[], Any] | None = None
     try:
-        make = import_target(target)
+        with _ended_with(connection):
+            make = import_target(target)
     except IteratedAtImport as error:
         answer = {"iterated": None if error.place is None else list(error.place)}
     except CannotVerify as error:
         answer = {"refused": str(error)}
     except BaseException as error:  # sys.exit() of the module is an answer, too
         answer = {"raised": described(error)}
+    if os.getpid() != me:  # the module has forked while it was imported, and this process came back, too
+        os._exit(0)
+    _open_standard_files()
     lines = connection.makefile("rw")
     _send(lines, answer)
-    if make is None:
-        return
-    for line in lines:
-        _send(lines, _in_child(json.loads(line), make, carry_out))
+    with contextlib.suppress(_NotWanted):
+        while make is not None and (line := lines.readline()):
+            _send(lines, _in_child(json.loads(line), make, carry_out, connection))
+    os._exit(0)  # threads of the module may not end
+
+
+@contextlib.contextmanager
+def _ended_with(connection: socket.socket) -> Generator[None]:
+    """Context in which this process ends at once when the other end of the connection is closed: until the import is
+    over, nothing is sent over it, and the signal of the system means that.
+    """
+    flags = fcntl.fcntl(connection, fcntl.F_GETFL)
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, flags | os.O_ASYNC)
+    if select.select([connection], [], [], 0)[0]:  # it was closed before
+        os._exit(0)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, ValueError):  # the module has closed it
+            fcntl.fcntl(connection, fcntl.F_SETFL, flags)
+
+
+def _open_standard_files() -> None:
+    """Have the numbers 0 to 2 stand for files, if the module has closed them: prints would go to the next file."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
 
 
 def _send(lines: IO[str], answer: dict[str, Any]) -> None:
@@ -81,7 +116,7 @@ def _send(lines: IO[str], answer: dict[str, Any]) -> None:
     lines.flush()
 
 
-def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut) -> dict[str, Any]:
+def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut, connection: socket.socket) -> dict[str, Any]:
     note, (reading, writing) = mmap.mmap(-1, _NOTE_BYTES), os.pipe()
     with tempfile.TemporaryFile() as stacks:
         pid = os.fork()
@@ -90,7 +125,7 @@ def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut) -> dict[st
         os.close(writing)
         child = _Child(pid)
         try:
-            data, status, late = _collect(child, reading, time.monotonic() + job["limit"])
+            data, status, late = _collect(child, reading, time.monotonic() + job["limit"], connection)
         finally:
             os.close(reading)
             child.end()
@@ -105,10 +140,14 @@ def _in_child(job: Job, make: Callable[[], Any], carry_out: CarryOut) -> dict[st
         }
 
 
-def _collect(child: _Child, reading: int, deadline: float) -> tuple[bytes, int, bool]:
-    """Read a child's result; end the child at the deadline. Returns the bytes, its status, and whether it was late."""
+def _collect(child: _Child, reading: int, deadline: float, connection: socket.socket) -> tuple[bytes, int, bool]:
+    """Read a child's result; end the child at the deadline. Returns the bytes, its status, and whether it was late.
+
+    Raises:
+        _NotWanted: the other end of the connection was closed, over which nothing is sent before there is a result.
+    """
     data, late = bytearray(), False
-    watched = [reading]
+    watched: list[Any] = [reading, connection]
     pidfd = os.pidfd_open(child.pid) if hasattr(os, "pidfd_open") else None
     if pidfd is not None:
         watched.append(pidfd)
@@ -121,6 +160,8 @@ def _collect(child: _Child, reading: int, deadline: float) -> tuple[bytes, int, 
                 break
             # Without pidfds the child's end is looked for now and then; its workers may hold the pipe open.
             ready = select.select(watched, [], [], left if pidfd is not None else min(left, 0.1))[0]
+            if connection in ready:
+                raise _NotWanted
             if reading in ready:
                 chunk = os.read(reading, 1 << 16)
                 data += chunk
@@ -182,6 +223,7 @@ def _child(
 ) -> None:
     """Carry out a job in this fork, write the result, and end the process."""
     try:
+        me = os.getpid()
         os.setsid()
         faulthandler.enable(stacks, all_threads=True)
 
@@ -195,6 +237,9 @@ def _child(
             result = {"refused": str(error)}
         except BaseException as error:  # sys.exit() of user code is an answer, too
             result = {"raised": described(error)}
+        if os.getpid() != me:  # user code has forked, and the fork came back, too
+            os._exit(0)
+        write("its result was being written")
         with os.fdopen(writing, "w") as pipe:
             pipe.write(json.dumps(result) + "\n")
         sys.stdout.flush()

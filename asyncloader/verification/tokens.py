@@ -152,7 +152,9 @@ def _whole(part: Any) -> str:
 def _parts(value: Any, path: str, depth: int = 5) -> Iterator[tuple[str, Any]]:
     if depth and isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _parts(inner, f"{path}[{key!r}]", depth - 1)
+            # The text of another object may have its place in memory, which differs between processes.
+            name = repr(key) if isinstance(key, str | bytes | int | float) else f"{type(key).__name__} {token(key)}"
+            yield from _parts(inner, f"{path}[{name}]", depth - 1)
     elif depth and isinstance(value, list | tuple) and len(value) <= _MOST_LEAVES:
         for number, inner in enumerate(value):
             yield from _parts(inner, f"{path}[{number}]", depth - 1)

@@ -45,7 +45,10 @@ def rank(file: str) -> int:
     """2: the user's file; 1: an installed package's; 0: none that is looked at."""
     if file.startswith("<"):
         return 0
-    path = str(Path(file).resolve())
+    try:
+        path = str(Path(file).resolve())
+    except (ValueError, OSError, RuntimeError):  # compiled code may have any name; RuntimeError: links in a circle
+        return 0
     if path.startswith(tuple(f"{each}/" for each in _FOREIGN)):
         return 0
     if path.startswith(tuple(f"{each}/" for each in _INSTALLED)) or "/site-packages/" in path:
@@ -80,19 +83,32 @@ def place_of(frame: FrameType | None) -> CodeLine | None:
 
 
 def place_of_error(error: BaseException) -> CodeLine | None:
-    """Return the user's innermost line in an error's traceback, also in that of its causes."""
-    if isinstance(error, SyntaxError) and error.filename and error.lineno and rank(error.filename):
-        return CodeLine(error.filename, error.lineno, "<module>")  # no frame is in it
-    best: CodeLine | None = None
-    level, trace = 0, error.__traceback__
-    while trace is not None:
-        code = trace.tb_frame.f_code
-        if rank(code.co_filename) and rank(code.co_filename) >= level:
-            level, best = rank(code.co_filename), CodeLine(code.co_filename, trace.tb_lineno, code.co_name)
-        trace = trace.tb_next
-    if best is None and (error.__cause__ or error.__context__) is not None:
-        return place_of_error(error.__cause__ or error.__context__)  # type: ignore[arg-type]
-    return best
+    """Return the user's innermost line in an error's traceback; without one, that in the traceback of its cause."""
+    seen: set[int] = set()  # an error may be a cause of its cause
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        if isinstance(cause, SyntaxError) and (found := _of_syntax_error(cause)) is not None:
+            return found
+        best: CodeLine | None = None
+        level, trace = 0, cause.__traceback__
+        while trace is not None:
+            code = trace.tb_frame.f_code
+            if rank(code.co_filename) and rank(code.co_filename) >= level:
+                level, best = rank(code.co_filename), CodeLine(code.co_filename, trace.tb_lineno, code.co_name)
+            trace = trace.tb_next
+        if best is not None:
+            return best
+        cause = cause.__context__ if cause.__cause__ is None else cause.__cause__
+    return None
+
+
+def _of_syntax_error(error: SyntaxError) -> CodeLine | None:
+    """Return the line that cannot be parsed, which no frame is in. User code may raise the error with any values."""
+    file, line = error.filename, error.lineno
+    if isinstance(file, str) and isinstance(line, int) and 0 < line < 1 << 31 and rank(file):
+        return CodeLine(file, line, "<module>")
+    return None
 
 
 def definition_of(value: Any) -> CodeLine | None:
@@ -113,5 +129,5 @@ def short(file: str) -> str:
     """Return the path from the current folder, where the file is below it."""
     try:
         return str(Path(file).resolve().relative_to(Path.cwd().resolve()))
-    except ValueError:
+    except (ValueError, OSError, RuntimeError):
         return file

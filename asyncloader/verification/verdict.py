@@ -23,6 +23,7 @@ _ENTROPY = {
     "os.getpid": "reads the process's id",
 }
 OWN_GENERATOR = "draw from asyncloader.sample_rng(), or in a blocking __getitem__ from random, numpy.random or torch"
+_SEEDED = f"{OWN_GENERATOR}; outside of samples, give the generator a seed"
 
 
 def place(given: Sequence[Any] | None) -> CodeLine | None:
@@ -69,7 +70,7 @@ def part_of(expected: dict[str, Any], got: dict[str, Any]) -> str:
 def entropy(name: str, where: CodeLine, number: int) -> Finding:
     """A line that asks for what no seed decides."""
     says = _ENTROPY.get(name, f"reads the clock ({name})" if name.startswith("time.") else f"asks {name}")
-    advice = "leave the clock out of samples" if name.startswith("time.") else OWN_GENERATOR
+    advice = "leave the clock out of samples" if name.startswith("time.") else _SEEDED
     text = f"{says}, so that batch {number} is another one in each run with the same seed"
     return at("random numbers", "problem", where, text, advice, source=name, batch=number)
 
@@ -90,6 +91,8 @@ def kept_state(path: str, lines: Sequence[Any], number: int, seen: str, part: st
         "make a sample from its index alone: workers have copies of the object, which read other samples before; "
         f"copy an array before you change it, and {OWN_GENERATOR}"
     )
+    if path.startswith(("sampler", "batch_sampler")):
+        advice = "let the order follow from a seed and the epoch's number, which the loader gives to set_epoch()"
     return at("kept state", "problem", where, text, advice, path=path, batch=number)
 
 
@@ -151,7 +154,7 @@ def equal_seeds(given: Sequence[Any], *, seeded: bool) -> Finding:
     where = place(lines[0]) if lines else None
     text = f"worker_init_fn leaves {', '.join(names)} with the same seed in every worker"
     text += ": with seed= each sample is seeded anyway" if seeded else ", so that all workers draw the same numbers"
-    advice = "seed by torch.initial_seed(), or give the loader seed= and leave worker_init_fn out"
+    advice = "seed by torch.initial_seed() % 2**32, or give the loader seed= and leave worker_init_fn out"
     return at("worker_init_fn", "note" if seeded else "problem", where, text, advice, generators=list(names))
 
 
@@ -186,7 +189,8 @@ def broken(name: str, result: dict[str, Any], doing: str) -> Finding | None:
         where = line_of_stacks(result["stacks"])
         if where is None:  # the loader itself, the start of processes, a busy machine
             text = f"{doing} did not end in time{during}, and no line of the module was running"
-            return Finding(name, "note", text, "give more --seconds")
+            # A disturbance may be slow. Of another run that has no result nothing was verified.
+            return Finding(name, "note" if name == "disturbed run" else "problem", text, "give more --seconds")
         return at(
             name, "problem", where, f"{doing} did not end in time{during}",
             "this line was running: a lock of another process, a read without a time limit, or an endless loop",

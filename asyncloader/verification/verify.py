@@ -84,6 +84,7 @@ class Verification:
         self._cap = max(seconds, _LEAST_CAP_S)  # for one run
         self._facts: dict[str, Any] = {}
         self._expected: list[dict[str, Any]] = []
+        self._base: dict[str, Any] = {}  # of the job of an undisturbed run
         self._ends = False  # whether the epoch ends with the last of these; then a run reads on, for one more
 
     def findings(self) -> Iterator[Finding]:
@@ -117,20 +118,18 @@ class Verification:
 
     def _verified(self) -> Iterator[Finding]:
         self._facts = facts = self._ask({"do": "look", "ambient": 0})
-        if failed := verdict.broken("make_loader", facts, "making the loader"):
-            yield failed
+        if failed := verdict.broken("make_loader", facts, doing := "making the loader"):
+            yield self._located(failed, facts, doing)
             return
         mode = "seed= is set" if facts["seeded"] else "verified as with seed=0"
         kind = "iterable" if facts["iterable"] else "map"
         text = f"{facts['class']}, {kind} dataset, num_workers={facts['workers']}; {mode}; drawn by --seed {self.seed}"
         yield Finding("loader", "ok", text, figures={**facts, "seed": self.seed})
         workers = facts["workers"] if facts["iterable"] and facts["workers"] > 1 else 0
-        self._base: dict[str, Any] = {"workers": workers, "method": self._own_method if workers else None}
+        self._base = {"workers": workers, "method": self._own_method if workers else None}
         result = self._run(**self._base, rows=True, batches=MOST_BATCHES + 1)
-        if failed := verdict.broken("undisturbed run", result, "the undisturbed run"):
-            if "died" in result:
-                failed = self._located(failed, result)
-            yield failed
+        if failed := verdict.broken("undisturbed run", result, doing := "the undisturbed run"):
+            yield self._located(failed, result, doing)
             return
         # The batch behind the last that is compared says only that the epoch goes on.
         self._expected, self._ends = result["batches"][:MOST_BATCHES], bool(result.get("ended"))
@@ -163,17 +162,17 @@ class Verification:
     def _forks(self) -> bool:
         return self._facts["workers"] > 0 and self._facts["method"] == "fork" and not self._facts["threads"]
 
-    def _located(self, failed: Finding, result: dict[str, Any]) -> Finding:
-        """Find the line that ended the process."""
+    def _located(self, failed: Finding, result: dict[str, Any], doing: str) -> Finding:
+        """Find the line that ended the process, if it was ended."""
+        if "died" not in result:
+            return failed
         answer = self._ask({"do": "last_line", "batches": MOST_BATCHES, "ambient": 0, **self._base})
         note = str(answer.get("note", ""))
         file, _, rest = note.rpartition("|")[0].partition("|") if note.count("|") == 2 else ("", "", "")
         if not file:
             return failed
-        found = verdict.broken(
-            "undisturbed run", {**result, "line": [file, int(rest), note.rpartition("|")[2]]}, "the undisturbed run"
-        )
-        return found or failed
+        line = [file, int(rest), note.rpartition("|")[2]]
+        return verdict.broken(failed.name, {**result, "line": line}, doing) or failed
 
     def _noticed(self, result: dict[str, Any]) -> Iterator[Finding]:
         if "alias" in result:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,39 @@ def local_class() -> Any:
     return loader(Local())
 
 
+class Unspeakable(BaseException):
+    """Cannot be shown, and is its own cause."""
+
+    def __init__(self) -> None:
+        self.__cause__ = self
+        vars(self)["__notes__"] = 1
+
+    def __str__(self) -> str:
+        raise Unspeakable
+
+    def __bool__(self) -> bool:
+        raise Unspeakable
+
+
+def unspeakable() -> Any:
+    raise Unspeakable  # fault: unspeakable
+
+
+def unparsed() -> Any:
+    error = SyntaxError("\udcff\0\x1b[2J" * 9999)
+    error.filename, error.lineno = "a\0.py", 10**5000
+    raise error  # fault: unparsed
+
+
+def strange() -> Any:
+    """Forks, and both come back; moves away, closes what is printed to, and makes warnings errors."""
+    os.fork()
+    os.chdir("/")
+    sys.stdout.close()
+    warnings.simplefilter("error")
+    return loader(Sound(), shuffle=True, num_workers=0)
+
+
 def raising() -> Any:
     raise RuntimeError("no data here")  # fault: raising
 
@@ -64,6 +98,10 @@ def iterator() -> Any:
 
 def nothing() -> Any:
     loader(Rows(), num_workers=0)
+
+
+def kind() -> Any:
+    return Rows
 
 
 def needs(root: str) -> Any:
@@ -78,8 +116,10 @@ class Chatty(Rows):
 
 def chatty() -> Any:
     marks = Path(os.environ["VERIFY_MARKS"])  # a process of its own, which leaves the session
-    child = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    (marks / str(child.pid)).touch()
+    given: tuple[dict[str, str] | None, ...] = (None, {})  # and takes nothing along by which it could be known
+    for environ in given:
+        child = subprocess.Popen(["/bin/sleep", "600"], start_new_session=True, env=environ)
+        (marks / str(child.pid)).touch()
     return loader(Chatty())
 
 

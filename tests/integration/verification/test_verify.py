@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,7 +31,7 @@ from asyncloader.verification.making import CannotVerify, import_target, made
 from asyncloader.verification.plan import LoaderFacts, disturbances
 from asyncloader.verification.runs import _kill_worker, described, run
 from asyncloader.verification.verify import Verification, verify
-from tests.helpers.running import ROOT
+from tests.helpers.running import PATIENCE_S, ROOT
 from tests.integration.verification import awkward, chosen, planted
 
 PLANTED, AWKWARD = Path(planted.__file__), Path(awkward.__file__)
@@ -132,10 +133,10 @@ def test_faults_without_a_line(name: str, batch: int, texts: list[str], verified
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "runs"), [("sound", 8), ("divided", 4), ("local_class", 4)])
+@pytest.mark.parametrize(("name", "runs"), [("sound", 8), ("divided", 4), ("local_class", 4), ("strange", 1)])
 def test_a_sound_loader_has_no_problem(name: str, runs: int, verified: Verify) -> None:
     """Each disturbance gives the same bytes (the first eight are of all kinds and start methods), and a dataset that
-    only forked workers can get is a note.
+    only forked workers can get is a note. What the function does to its process besides is no fault.
     """
     findings = verified(name, 0.01, runs=runs)
     assert [each.name for each in findings if each.state == "note"] == [
@@ -158,6 +159,8 @@ def test_a_sound_loader_has_no_problem_in_any_drawn_run(name: str, verified: Ver
     ("name", "finding", "text"),
     [
         ("raising", "make_loader", "RuntimeError: no data here"),
+        ("unspeakable", "make_loader", "making the loader raised Unspeakable"),
+        ("unparsed", "make_loader", "making the loader raised SyntaxError"),
         ("deadly", "undisturbed run", "was killed by signal 9"),
         ("endless", "undisturbed run", "did not end in time"),
     ],
@@ -181,6 +184,10 @@ def test_a_loader_that_cannot_be_run(
         (f"{AWKWARD}:needs", "needs arguments: root"),
         (f"{AWKWARD}:iterator", "return the loader, not an iterator"),
         (f"{AWKWARD}:nothing", "returned None: let it return the loader"),
+        (f"{AWKWARD}:kind", "returned a type, which is no DataLoader: call the class Rows"),
+        (f"{'x' * 300}.py:make", "there is no file"),
+        ("{folder}/train.v2.py:make", "has a dot before .py: rename the file"),
+        (".relative:make", "is relative: give the whole name"),
         ("builtins:dict", "is a built-in: give a function of yours"),
         ("nowhere.py:make", "there is no file .*nowhere.py"),
         ("{folder}/random.py:make", "`import random` gives .*random.py, which hides it: rename the file"),
@@ -189,7 +196,7 @@ def test_a_loader_that_cannot_be_run(
 )
 def test_targets_that_make_no_loader(target: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Are refused with a text that says why."""
-    for name in ("random", "sys"):
+    for name in ("random", "sys", "train.v2"):
         (tmp_path / f"{name}.py").write_text("make = dict\n")
     target = target.replace("{folder}", str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -214,6 +221,14 @@ def test_a_process_that_ends_while_the_loader_is_made() -> None:
     found = verdict.broken("make_loader", {"died": 0, "stacks": "", "note": ""}, "making the loader")
     assert found is not None
     assert found.text == "making the loader: the process ended with exit code 0"
+
+
+@pytest.mark.parametrize(("name", "state"), [("make_loader", "problem"), ("disturbed run", "note")])
+def test_a_run_without_end_that_shows_no_line(name: str, state: str) -> None:
+    """Is a problem, because nothing was verified, but for a disturbed run: the machine may be busy."""
+    found = verdict.broken(name, {"late": -6, "stacks": "", "note": ""}, "the run")
+    assert found is not None
+    assert found.state == state
 
 
 @pytest.mark.parametrize("name", ["no/a.xml", "."])
@@ -252,6 +267,24 @@ def test_a_slow_start_leaves_batches_to_compare() -> None:
     """The time of a run is counted from its first batch: two are read at least."""
     found = run(awkward.sound, {"batches": 5, "seconds": 0.0}, lambda _: None)
     assert (len(found["batches"]), found["error"]) == (2, None)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("when", ["import", "run"])
+def test_nothing_goes_on_without_the_command(when: str, tmp_path: Path) -> None:
+    """A server whose command was killed ends at once, though the user's code does not."""
+    (tmp_path / "endless.py").write_text(
+        f"import threading\n\n\ndef make():\n    open({str(tmp_path / 'began')!r}, 'w').close()\n"
+        f"    threading.Event().wait()\n\n\n{'make()' if when == 'import' else ''}\n"
+    )
+    os.mkfifo(tmp_path / "began")
+    with Interpreter(f"{tmp_path}/endless.py:make", None) as interpreter:
+        if when == "run":
+            interpreter.ready(PATIENCE_S)
+            interpreter.send({"do": "look", "ambient": 0}, 600)
+        (tmp_path / "began").read_bytes()  # waits until it has begun
+        interpreter._socket.shutdown(socket.SHUT_RDWR)
+        assert interpreter._process.wait(PATIENCE_S) == (-signal.SIGIO if when == "import" else 0)
 
 
 def test_only_a_worker_is_killed() -> None:
