@@ -6,6 +6,7 @@ Data path: none; every argument that is a size takes both.
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import TypeAlias
 
 Size: TypeAlias = int | str
@@ -24,7 +25,8 @@ def bytes_of(value: object) -> int | None:
     if found is None or (found[3] and not found[2]):
         return None
     power = "bkmgt".index(found[2].lower() or "b")
-    return round(float(found[1]) * int((1024 if found[3] else 1000) ** power))
+    number = float(found[1]) * int((1024 if found[3] else 1000) ** power)
+    return round(number) if isfinite(number) else None
 
 
 def size(name: str, value: Size, *, least: int = 1) -> int:

@@ -60,8 +60,6 @@ def bench(target: str, *, seconds: float = 60.0, html: Path | None = None) -> It
         from asyncloader.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(f"asyncloader bench forks the processes of its runs, which {sys.platform} cannot do")
-    if html is not None:
-        html.open("a").close()  # fail now, not after a minute of measuring
     with Interpreter(target, None, SERVER) as interpreter:
         benchmark = Benchmark(interpreter, seconds)
         findings: list[Finding] = []

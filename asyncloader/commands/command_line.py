@@ -1,29 +1,28 @@
 """The command line of `asyncloader`: its commands, and how each is run.
 
-Data path: none. Exit codes: 0; 1 if something is to be mended; 2 if the command could not be carried out.
+Data path: none. Exit codes: 0; 1 if something is to be mended; 2 if the command could not be carried out; as shells
+have them, 130 after Ctrl-C, and 141 if the reader of standard output has closed it.
 """
 
 from __future__ import annotations
 
 import argparse
-import codecs
-import json
-import os
+import stat
 import sys
-import warnings
-import zipfile
+import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.errors import LoaderError
+from asyncloader.errors import LoaderError, text_of
 from asyncloader.version import __version__
 
 if TYPE_CHECKING:
     from asyncloader.commands.findings import Finding
 
-_MOST_JSON = 1 << 28  # bytes of a checkpoint in JSON
+_INTERRUPTED, _NO_READER = 130, 141
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,46 +101,92 @@ def run(argv: Sequence[str] | None = None) -> int:
     command = flags.pop("command")
     if command == "serve":
         return _serve(flags)
+    from asyncloader.commands.terminal import CannotPrint, discard, print_error
+
+    try:
+        return _run(command, flags)
+    except CannotPrint as error:
+        discard(sys.stdout)
+        if isinstance(error.error, BrokenPipeError):
+            return _NO_READER
+        print_error(command, f"standard output cannot be written: {error.error}")
+        return 2
+
+
+def _run(command: str, flags: dict[str, Any]) -> int:
+    """Run a command. With `--json`, a document is printed however it ends.
+
+    Raises:
+        CannotPrint: standard output cannot be written.
+    """
+    from asyncloader.commands.findings import document
+    from asyncloader.commands.terminal import CannotPrint, print_error, print_json
+
+    findings: list[Finding] = []
     try:
         if command == "top":
             from asyncloader.commands import top
 
             return top.run(flags["socket"], as_json=flags["json"], web=flags["web"], port=flags["port"])
-        return _report(command, flags)
-    except (LoaderError, ValueError, OSError, ImportError) as error:
-        from asyncloader.commands.terminal import print_error
+        return _report(command, flags, findings)
+    except CannotPrint:
+        raise
+    except KeyboardInterrupt:  # the findings until then are printed already
+        code, why = _INTERRUPTED, "it was interrupted"
+    except (LoaderError, ValueError, OSError, ImportError, MemoryError) as error:
+        code, why = 2, text_of(error)
+        print_error(command, why)
+    except Exception as error:  # of asyncloader itself, which its authors need to see
+        with suppress(OSError, ValueError):  # standard error cannot be written
+            traceback.print_exc()
+        code, why = 2, f"{type(error).__name__}: {text_of(error)}"
+        print_error(command, why)
+    if flags["json"]:
+        none: dict[str, Any] = {"ok": False, "error": why, "loaders": [], "nodes": []}
+        print_json(none if command == "top" else document(findings, why))
+    return code
 
-        print_error(command, str(error))
-        return 2
-    except KeyboardInterrupt:  # what has been found is printed already
-        return 130
 
+def _report(command: str, flags: dict[str, Any], findings: list[Finding]) -> int:
+    """Run a command that has findings; they are appended to the list as they are made."""
+    from asyncloader.commands.findings import document, has_problem
+    from asyncloader.commands.terminal import FindingPrinter, print_json, quiet_output
 
-def _report(command: str, flags: dict[str, Any]) -> int:
-    from asyncloader.commands.findings import as_json, has_problem
-    from asyncloader.commands.terminal import FindingPrinter
-
-    if flags.get("junit"):
-        _check_writable(flags["junit"])  # now, not after a minute of runs
-    findings: list[Finding] = []
+    for report in ("junit", "html"):
+        if flags.get(report):
+            _check_writable(flags[report])  # now, not after a minute of runs
+    if flags.get("file"):
+        _check_regular(flags["file"])
     began = perf_counter()
-    try:
-        if flags["json"]:
-            findings.extend(_findings(command, flags))
-            print(as_json(findings), flush=True)  # noqa: T201 - a command's own words
-        else:
-            with FindingPrinter(_heading(command, flags)) as printer:
-                for finding in _findings(command, flags):
-                    findings.append(finding)
-                    printer.print(finding)
-    except BrokenPipeError:  # the reader of the pipe has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    printer = None if flags["json"] else FindingPrinter(_heading(command, flags))
+    context: AbstractContextManager[Any] = quiet_output() if printer is None else printer
+    with context:
+        for finding in _findings(command, flags):
+            findings.append(finding)
+            if printer is not None:
+                printer.print(finding)
     if flags.get("junit"):
         from asyncloader.verification.junit import as_junit
 
         text = as_junit(flags["target"], findings, perf_counter() - began)
         flags["junit"].write_text(text, encoding="utf-8")
+    if flags["json"]:
+        print_json(document(findings))
     return int(has_problem(findings))
+
+
+def _check_regular(file: Path) -> None:
+    """Check that a file is regular, or a link to such: opening a pipe may wait, and reading a device never ends.
+
+    Raises:
+        OSError: it does not exist, or is a directory.
+        ValueError: it is something else.
+    """
+    mode = file.stat().st_mode
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(f"{file} is a directory: give a file in it")
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{file} is no regular file: write its content to one")
 
 
 def _check_writable(file: Path) -> None:
@@ -227,33 +272,10 @@ def _show(file: Path) -> list[Finding]:
     Raises:
         ValueError: the file is no checkpoint, or has no state.
     """
+    from asyncloader.commands.checkpoint_file import read_checkpoint
     from asyncloader.commands.state_words import describe, find_states
 
-    found = [finding for place, state in find_states(_load(file)) for finding in describe(place, state)]
+    found = [finding for place, state in find_states(read_checkpoint(file)) for finding in describe(place, state)]
     if not found:
         raise ValueError(f"{file} has no loader's state in it: save what state_dict() returns")
     return found
-
-
-def _load(file: Path) -> Any:
-    with file.open("rb") as opened:
-        begins = opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if begins in (b"{", b"["):
-        if file.stat().st_size > _MOST_JSON:
-            raise ValueError(f"{file} has more than {_MOST_JSON >> 20} MiB of JSON")
-        try:
-            return json.loads(file.read_bytes())
-        except (ValueError, RecursionError) as error:
-            why = "it nests too deep" if isinstance(error, RecursionError) else str(error)
-            raise ValueError(f"{file} is not JSON that can be read: {why}") from None
-    import torch
-
-    try:
-        # Mapped: the tensors beside the states are not read. Nothing but plain values is built.
-        with warnings.catch_warnings(action="ignore"):  # of facts that the error has
-            return torch.load(file, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(file))
-    except OSError:
-        raise
-    except Exception as error:  # a damaged archive or pickle raises nearly anything
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{file} is not a checkpoint that can be read safely: {why}") from error

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from asyncloader.commands.findings import Finding, in_bytes
 from asyncloader.cpus import affinity, cpu_quota, usable_cpus
-from asyncloader.errors import LoaderError, RingMemoryError
+from asyncloader.errors import text_of
 from asyncloader.version import __version__
 from asyncloader.workers.memory.segment import create, map_segment, memory_limit, reserve
 
@@ -61,7 +62,9 @@ def _versions() -> Iterator[Finding]:
     if uvloop is not None:
         yield Finding("event loop", "ok", f"uvloop {uvloop}")
     else:
-        yield Finding("event loop", "note", "asyncio's: uvloop is not installed", "pip install uvloop, which is faster")
+        yield Finding(
+            "event loop", "note", "asyncio's: uvloop, which is faster, is not installed", "pip install uvloop"
+        )
 
 
 def _version(package: str) -> str | None:
@@ -115,9 +118,12 @@ def _shared_memory() -> Iterator[Finding]:
         finally:
             os.close(fd)
         memory[:] = bytes(_SEGMENT)
-    except (RingMemoryError, OSError) as error:
+    except (MemoryError, OSError) as error:
         yield Finding(
-            "shared memory", "problem", f"{in_bytes(_SEGMENT)} could not be had: {error}", "see the line above"
+            "shared memory",
+            "problem",
+            f"{in_bytes(_SEGMENT)} could not be had: {error}",
+            "give the machine, or the container, more memory; threads need none: workers='threads'",
         )
         return
     rate = _SEGMENT / (perf_counter() - began)
@@ -161,23 +167,35 @@ def _start_methods() -> Iterator[Finding]:
         return
     from torch.utils.data import TensorDataset
 
-    from asyncloader.loader import DataLoader
-
     dataset = TensorDataset(torch.zeros(1, dtype=torch.float32, device="cpu"))
     default = torch.multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    works: list[str] = []
+    failed: dict[str, str] = {}
     for method in multiprocessing.get_all_start_methods():
-        began, name = perf_counter(), f"workers ({method})"
-        try:
-            with DataLoader(dataset, num_workers=1, multiprocessing_context=method, timeout=60) as loader:
-                next(iter(loader))
-        except (LoaderError, OSError, RuntimeError, ValueError) as error:
-            others = [each for each in multiprocessing.get_all_start_methods() if each != method]
-            advice = f"use multiprocessing_context={others[0]!r}" if others else ""
-            yield Finding(name, "problem", f"{type(error).__name__}: {error}", advice)
+        took = _start(method, dataset)
+        if isinstance(took, str):
+            failed[method] = took
             continue
-        took = perf_counter() - began
+        works.append(method)
         text = f"the first batch took {1000 * took:.0f} ms{' (the default)' if method == default else ''}"
-        yield Finding(name, "ok", text, figures={"seconds": round(took, 4), "default": method == default})
+        figures = {"seconds": round(took, 4), "default": method == default}
+        yield Finding(f"workers ({method})", "ok", text, figures=figures)
+    advice = f"use multiprocessing_context={works[0]!r}" if works else "use workers='threads', or num_workers=0"
+    for method, why in failed.items():
+        yield Finding(f"workers ({method})", "problem", why, advice)
+
+
+def _start(method: str, dataset: Any) -> float | str:
+    """Return the seconds until a worker's first batch; or in words why none came."""
+    from asyncloader.loader import DataLoader
+
+    began = perf_counter()
+    try:
+        with DataLoader(dataset, num_workers=1, multiprocessing_context=method, timeout=60) as loader:
+            next(iter(loader))
+    except Exception as error:  # whatever a system without room for a process, a pipe or a file raises
+        return f"{type(error).__name__}: {text_of(error)}"
+    return perf_counter() - began
 
 
 def _devices() -> Iterator[Finding]:

@@ -5,13 +5,16 @@ Data path: none.
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
 NAME_WIDTH = 22
 """Of the column of names, with a space behind them."""
+
+_DEEPEST = 20  # levels of a JSON document
+_MOST_BITS = 1024  # of an integer: Python writes no integer of thousands of digits, and other languages read none
 
 
 class Finding(NamedTuple):
@@ -50,10 +53,31 @@ def printable(text: str) -> str:
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
-def as_json(findings: Sequence[Finding]) -> str:
-    """Return a JSON object: the findings, and whether there is no problem."""
+def document(findings: Sequence[Finding], error: str | None = None) -> dict[str, Any]:
+    """Return the object that `--json` prints: the findings, whether all is well, and why the command could not be
+    carried out (None: it was).
+    """
     rows = [{**each._asdict(), "figures": dict(each.figures)} for each in findings]
-    return json.dumps({"ok": not has_problem(findings), "findings": rows}, indent=2)
+    return {"ok": error is None and not has_problem(findings), "error": error, "findings": rows}
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """Return a value that every reader of JSON takes. Figures may come from files: numbers that JSON lacks become None;
+    other objects, and those that nest deeper than `_DEEPEST`, become texts.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):  # parts of file names that are no text are no Unicode, either
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= _MOST_BITS else None
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if depth < _DEEPEST and isinstance(value, Mapping):
+        return {plain(str(key)): plain(each, depth + 1) for key, each in value.items()}
+    if depth < _DEEPEST and isinstance(value, list | tuple):
+        return [plain(each, depth + 1) for each in value]
+    return f"<{type(value).__name__}>"
 
 
 def has_problem(findings: Sequence[Finding]) -> bool:

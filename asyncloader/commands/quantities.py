@@ -10,6 +10,7 @@ import re
 
 from asyncloader.sizes import bytes_of
 
+_MOST = 1e9  # seconds
 _PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "µs": 1e6, "min": 1 / 60}
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zµ]+)\s*")
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)bit/s\s*", re.IGNORECASE)
@@ -19,12 +20,15 @@ def seconds(text: str) -> float:
     """Return the seconds of a text such as ``"50ms"``, ``"1.5s"`` or ``"200us"``.
 
     Raises:
-        ValueError: it is no time.
+        ValueError: it is no time, or is longer than 10^9 seconds.
     """
     found = _TIME.fullmatch(text)
     if found is None or found[2] not in _PER_SECOND:
         raise ValueError(f"{text!r} is no time: write a number and us, ms, s or min, such as 50ms")
-    return float(found[1]) / _PER_SECOND[found[2]]
+    number = float(found[1]) / _PER_SECOND[found[2]]
+    if number > _MOST:
+        raise ValueError(f"{text!r} is too long: at most {_MOST:,.0f} s")
+    return number
 
 
 def bytes_per_second(text: str) -> float:
@@ -38,7 +42,7 @@ def bytes_per_second(text: str) -> float:
         rate: float | None = float(bits[1]) * 1000.0 ** "bkmgt".index(bits[2].lower() or "b") / 8
     else:
         rate = bytes_of(text.strip().removesuffix("/s")) if text.strip().endswith("/s") else None
-    if not rate:
+    if not rate or not math.isfinite(rate):
         raise ValueError(f"{text!r} is no bandwidth: write a number and MB/s, GB/s or Gbit/s, such as 1GB/s")
     return float(rate)
 

@@ -17,6 +17,7 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.commands.findings import Finding, in_bytes
 from asyncloader.commands.quantities import in_rate, in_time, seconds
 from asyncloader.cpus import cpu_limit
+from asyncloader.errors import error_line
 from asyncloader.remote.reading import READ_AHEAD
 from asyncloader.simulation.contents import Reads
 from asyncloader.simulation.epoch_simulation import RunSetting, WorkerCosts
@@ -25,6 +26,10 @@ from asyncloader.simulation.shard_facts import ShardFacts, gather_facts
 from asyncloader.telemetry.prediction import WORTH
 
 _SHOWN = 5  # shards that cannot be read
+
+# Each worker and batch is simulated, and so is an epoch with eight times the workers.
+_MOST = {"workers": 1024, "batch_size": 1 << 20, "epochs": 1 << 40, "prefetch_factor": 1024}
+_LEAST_CPUS, _MOST_CPUS = 0.01, 1 << 20
 
 _MEANING = {
     "network": "the bandwidth",
@@ -99,7 +104,7 @@ def plan_run(urls: Sequence[str], format: str | None, wanted: Wanted, *, read: b
         read: the first megabytes of a shard, to measure what its samples cost.
 
     Raises:
-        ValueError: a number is out of range; there are no shards, or they have no samples.
+        ValueError: a number is out of range; there are no shards, or they have no samples; `decode` raised.
         ShardError, TransportError: the shards cannot be listed, or the first samples not be read.
     """
     _check(wanted)
@@ -146,11 +151,11 @@ def plan_run(urls: Sequence[str], format: str | None, wanted: Wanted, *, read: b
 
 
 def _check(wanted: Wanted) -> None:
-    for name in ("workers", "batch_size", "epochs", "prefetch_factor"):
-        if (number := getattr(wanted, name)) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} should be at least 1, but got {number}")
-    if wanted.cpus is not None and not 0 < wanted.cpus < 1 << 20:
-        raise ValueError(f"--cpus should be a number above 0, but got {wanted.cpus}")
+    for name, most in _MOST.items():
+        if not 1 <= (number := getattr(wanted, name)) <= most:
+            raise ValueError(f"--{name.replace('_', '-')} should be at least 1 and at most {most:,}, but got {number}")
+    if wanted.cpus is not None and not _LEAST_CPUS <= wanted.cpus <= _MOST_CPUS:
+        raise ValueError(f"--cpus should be from {_LEAST_CPUS} to {_MOST_CPUS:,}, but got {wanted.cpus}")
     for field, number in vars(wanted.prices).items():
         if number is not None and not 0 <= number < float("inf"):
             raise ValueError(f"the price {field} should be 0 or more, but got {number}")
@@ -173,9 +178,14 @@ def _decode(given: str | None) -> tuple[Callable[[Any], Any] | None, float | Non
         folder, module = file.parent, file.stem
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part, None)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it is the user's code, and may even end Python
+        raise ValueError(f"--decode {given}: importing {module} raised {error_line(error)}") from error
     function = found if callable(found) else None
     if function is None:
         raise ValueError(f"--decode {given}: {module} has no function {name!r}")

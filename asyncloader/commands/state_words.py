@@ -24,18 +24,17 @@ def find_states(checkpoint: Any) -> Iterator[tuple[str, Any]]:
 def _find(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if depth > _DEEPEST or not isinstance(value, Mapping | list | tuple):
         return
-    if isinstance(value, Mapping) and all(key in value for key in _KEYS):
-        yield place or "the file", value
-        return
     if id(value) in seen:  # a checkpoint may have an object many times, each in many others, or within itself
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _find(inner, f"{place}.{key!s:.100}" if place else f"{key!s:.100}", depth + 1, seen)
-    else:
-        for number, inner in enumerate(value):
-            yield from _find(inner, f"{place}[{number}]", depth + 1, seen)
+    if isinstance(value, Mapping) and all(key in value for key in _KEYS):
+        yield place or "the file", value
+        return
+    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
+        if isinstance(inner, Mapping | list | tuple):
+            name = f"{key!s:.100}" if isinstance(value, Mapping) else f"[{key}]"
+            dot = "." if place and isinstance(value, Mapping) else ""
+            yield from _find(inner, f"{place}{dot}{name}", depth + 1, seen)
 
 
 def describe(place: str, given: Any) -> list[Finding]:

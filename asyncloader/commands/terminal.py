@@ -1,4 +1,4 @@
-"""Prints on standard output and standard error: in a terminal with colours and tables, elsewhere as plain lines.
+"""Prints on standard output and standard error: in a terminal with colours and tables, elsewhere as lines or JSON.
 
 Data path: findings -> [terminal] -> rich, where it is installed.
 
@@ -9,16 +9,17 @@ Plain lines are the same on every machine, and are not wrapped: programs read th
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from asyncloader.commands.finding_tables import FindingTable, table_of
-from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, printable
+from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, plain, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
 _ADVICE = "cyan"
+
+
+class CannotPrint(Exception):
+    """Standard output cannot be written.
+
+    Attributes:
+        error: why; a `BrokenPipeError`: the reader of the pipe has closed it.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class FindingPrinter:
@@ -60,7 +73,7 @@ class FindingPrinter:
         """Print a finding."""
         console = self._console
         if console is None:
-            print(as_lines(finding), flush=True)  # noqa: T201 - a command's own words
+            print_line(as_lines(finding))
             return
         self._counts[finding.state] += 1
         if self._rows and table_of(self._rows[0]) is not table_of(finding):
@@ -80,11 +93,59 @@ class FindingPrinter:
         console.print(table(kind.columns(rows), (kind.cells(each, rows) for each in rows)))
 
 
-def console_of(stream: TextIO) -> Console | None:
+def print_line(line: str) -> None:
+    """Print a line on standard output, at once.
+
+    Raises:
+        CannotPrint: it cannot be written.
+    """
+    try:
+        print(line, flush=True)  # noqa: T201 - a command's own words
+    except OSError as error:
+        raise CannotPrint(error) from None
+
+
+def print_json(value: Mapping[str, Any]) -> None:
+    """Print an object as a JSON document. Raises as `print_line`."""
+    print_line(json.dumps(plain(value), indent=2))
+
+
+@contextmanager
+def quiet_output() -> Generator[None]:
+    """Context in which standard output is standard error, also for code in C and for child processes: the
+    prints of a user's function or a library are no part of a document on standard output.
+    """
+    stdout: TextIO | None = sys.stdout
+    kept: int | None = None
+    with redirect_stdout(sys.stderr):
+        # If either was closed before Python began, its number may be that of another file by now.
+        if stdout is not None and sys.stderr is not None:
+            with suppress(OSError):  # either was closed since
+                kept = os.dup(1)
+                os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            if stdout is not None and kept is not None:
+                with suppress(OSError):
+                    stdout.flush()  # the prints of code that keeps the stream
+                os.dup2(kept, 1)
+                os.close(kept)
+
+
+def discard(stream: TextIO | None) -> None:
+    """Have a stream that cannot be written write to nowhere: its buffer is written again when Python ends."""
+    with suppress(OSError, ValueError, AttributeError):  # AttributeError: it was closed before Python began
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())  # type: ignore[union-attr]
+        os.close(nowhere)
+
+
+def console_of(stream: TextIO | None) -> Console | None:
     """Return rich's console for a stream. None: plain lines are to be printed, because the stream is no terminal, or
     one without colours (``NO_COLOR``, ``TERM=dumb``), or rich is not installed.
     """
-    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+    if stream is None or not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return None
     if find_spec("rich") is None:
         return None
@@ -93,7 +154,7 @@ def console_of(stream: TextIO) -> Console | None:
     return Console(file=stream, markup=False, emoji=False, highlight=False)
 
 
-def encode_all(stream: TextIO) -> None:
+def encode_all(stream: TextIO | None) -> None:
     """Have characters that the stream's encoding lacks printed as escapes; they would raise."""
     if isinstance(stream, io.TextIOWrapper):
         with suppress(OSError):  # a descriptor that has become a pipe since, where the stream asks for its position
@@ -101,14 +162,17 @@ def encode_all(stream: TextIO) -> None:
 
 
 def print_error(command: str, why: str) -> None:
-    """Print on standard error why a command could not be carried out."""
+    """Print on standard error why a command could not be carried out, if it can be written."""
     encode_all(sys.stderr)
     console, head = console_of(sys.stderr), f"asyncloader {command}:"
     line = printable(why)
-    if console is None:
-        print(head, line, file=sys.stderr)  # noqa: T201 - a command's own words
-    else:
-        console.print(text(head, "bold red"), text(line))
+    try:
+        if console is None:
+            print(head, line, file=sys.stderr, flush=True)  # noqa: T201 - a command's own words
+        else:
+            console.print(text(head, "bold red"), text(line))
+    except (OSError, ValueError):  # ValueError: user code has closed it
+        discard(sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:

@@ -35,8 +35,8 @@ def summarize(trace: TraceEvents) -> list[Finding]:
     """
     try:
         return list(_summarize(trace))
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"an event of the trace has not the form of a loader's: {error!r}") from None
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
+        raise ValueError(f"an event of the trace has not the form of a loader's: {error!r:.200}") from None
 
 
 def _summarize(trace: TraceEvents) -> Iterator[Finding]:
@@ -53,7 +53,7 @@ def _summarize(trace: TraceEvents) -> Iterator[Finding]:
         elif event["ph"] == "M" and event["name"] == "process_name":
             names[event["pid"]] = event["args"]["name"]
         elif event["ph"] == "i":
-            events[event["name"]].append({"at": event["ts"] / 1e6, "track": event["pid"], **event.get("args", {})})
+            events[str(event["name"])].append({"at": event["ts"] / 1e6, "track": event["pid"], **event.get("args", {})})
     seconds = float(facts["seconds"])
     batches = spans["consumer", "batch"]
     yield _run(facts, batches, seconds)

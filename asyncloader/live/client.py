@@ -105,7 +105,7 @@ def _runs(path: Path) -> bool:
 
 
 def _checked(line: bytes, path: Path) -> dict[str, Any]:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         found = json.loads(line)
         if isinstance(found, dict) and found.get("version") == VERSION:
             return found
@@ -191,7 +191,7 @@ async def fetch_trace(path: Path, seconds: float) -> bytes:
         if not isinstance(nbytes, int) or not 0 < nbytes <= _MOST_TRACE:
             raise OSError(f"{path} sends no trace of a loader")
         return await reader.readexactly(nbytes)
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError):
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError, RecursionError):
         raise OSError("the loader has ended before the trace was complete") from None
     finally:
         writer.transport.abort()

@@ -25,6 +25,8 @@ from asyncloader.remote.catalog import format_of, named_format
 
 MAX_INDEX_BYTES = 1 << 30
 
+_MOST = 1 << 63  # of a number in a record
+
 _FIELD = re.compile(r"\{shard(?::0(\d{1,2})d)?\}")
 
 
@@ -144,7 +146,8 @@ def parse_index(data: bytes, names: ShardNames) -> ShardIndex:
             raise ValueError(f"the record of shard {text!r} has other members")
         each = ShardRecord(**record)
         counts = (each.samples, each.bytes, each.size)
-        if number < 0 or each.name != names.name(number) or any(type(one) is not int or one < 0 for one in counts):
+        wrong = any(type(one) is not int or not 0 <= one < _MOST for one in counts)
+        if number < 0 or each.name != names.name(number) or wrong:
             raise ValueError(f"the record of shard {text!r} is impossible")
         if type(each.sha256) is not str or not isinstance(each.etag, str | None):
             raise ValueError(f"the record of shard {text!r} is impossible")

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.utils.data import default_collate
 
 from asyncloader.cpus import use_one_core
+from asyncloader.errors import error_line, text_of
 from asyncloader.formats import Located, ShardError, open_reader
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
@@ -78,8 +79,7 @@ async def measure(
     Raises:
         ShardError: the first sample cannot be read, or is too large.
         TransportError: the shard cannot be read.
-        ValueError: `decode` is a coroutine function.
-        Exception: an error of `decode`.
+        ValueError: `decode` is a coroutine function, or it raised.
     """
     if inspect.iscoroutinefunction(decode):
         raise ValueError("decode is a coroutine function, which waits for something: give its seconds, such as 2ms")
@@ -97,8 +97,9 @@ async def measure(
     decoding = 0.0
     with warnings.catch_warnings(action="ignore"):  # of arrays that are not writable, which a worker warns of once
         if decode is not None:
-            samples, seconds = _fastest(lambda: [decode(dict(each.sample)) for each in found[:_DECODED]])
+            samples, seconds = _decoded(decode, found[:_DECODED])
             decoding = seconds / len(samples)
+        batch_size = min(batch_size, _BATCHED)
         batch = [samples[number % len(samples)] for number in range(batch_size)]
         uncollated = _collate(batch)
         batching = await _batching(shard, found, None if decode is None else samples, batch_size, bool(uncollated))
@@ -196,11 +197,21 @@ async def _batching(
     return min(times) / len(rows)
 
 
+def _decoded(decode: Callable[[Any], Any], found: Sequence[Located]) -> tuple[list[Any], float]:
+    """Return samples as the user's function makes them, and its CPU seconds for all."""
+    try:
+        return _fastest(lambda: [decode(dict(each.sample)) for each in found])
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it may even end Python
+        raise ValueError(f"decode raised {error_line(error)}") from error
+
+
 def _collate(batch: Sequence[Any]) -> str:
     try:
         default_collate(list(batch))
     except Exception as error:  # samples of different sizes, or of types that need a function of the user's
-        return (str(error) or type(error).__name__).splitlines()[0]
+        return text_of(error).splitlines()[0]
     return ""
 
 

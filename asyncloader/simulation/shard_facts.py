@@ -97,9 +97,9 @@ async def gather_facts(
         decode: is called with a few of these samples, to measure its cost.
 
     Raises:
-        ValueError: there are no shards; or neither an index nor samples that may be read say how many they have.
+        ValueError: there are no shards; or neither an index nor samples that may be read say how many they have; or
+            `decode` raised.
         ShardError, TransportError: the store, or the first samples, cannot be read.
-        The errors of `decode`.
     """
     dataset, recorder = RemoteIterableDataset(urls, format=format, read_ahead=read_ahead), Recorder()
     with recording(recorder):

@@ -19,6 +19,9 @@ from asyncloader.tracing.chrome import TraceEvents
 MOST_BYTES = 1 << 30
 """Of a file that is read, unpacked."""
 
+# Of a file that is read: an event has two objects, and about 12 values.
+_MOST_OBJECTS, _MOST_VALUES = 16_000_000, 100_000_000
+
 
 def check_writable(file: Path) -> None:
     """Check that a file can be written, without changing it.
@@ -96,6 +99,9 @@ def read(file: Path) -> TraceEvents:
             data = opened.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
             raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
+        # As Python's values, empty lists take 25 times the memory of their text, and numbers 8 times.
+        if data.count(b"{") + data.count(b"[") > _MOST_OBJECTS or data.count(b",") > _MOST_VALUES:
+            raise ValueError(f"it has more than {_MOST_OBJECTS:,} objects, or {_MOST_VALUES:,} values")
         found = json.loads(data)
         facts, events = found["otherData"], found["traceEvents"]
         if not isinstance(events, list) or "loader" not in facts:

@@ -181,6 +181,11 @@ def state_of(steps: int | None, dataset: Any = None, **options: Any) -> dict[str
         return loader.state_dict()
 
 
+class Evil:
+    def __reduce__(self) -> Any:
+        return (exec, ("raise SystemExit('it ran')",))
+
+
 SEEDED: dict[str, Any] = {"seed": 3, "shuffle": True}
 CASES: dict[str, tuple[Callable[[], dict[str, Any]], str, str, str]] = {
     "seeded": (
@@ -213,12 +218,18 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], str, str, str]] = {
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("case", CASES)
 def test_states_in_words(case: str, tmp_path: Path, run: Run) -> None:
-    """At any place of a checkpoint of torch's, or as JSON."""
+    """At any place of a checkpoint of torch's, beside objects that only the program has, in a pickle, or as JSON."""
     make, *words = CASES[case]
     state = make()
-    torch.save({"model": {"weight": torch.zeros(9)}, "loaders": [None, {"train": state}]}, tmp_path / "a.pt")
+    whole = {"model": {"weight": torch.zeros(9)}, "other": Evil(), "loaders": [None, {"train": state}]}
+    torch.save(whole, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "a.pickle").write_bytes(pickle.dumps(whole))
+    torch.save(whole, tmp_path / "a.pt")
     (tmp_path / "a.json").write_text("\ufeff\n" + json.dumps(state, indent=1))
-    for file, place in (("a.pt", "loaders[1].train"), ("a.json", "the file")):
+    for file, place in (
+        *((name, "loaders[1].train") for name in ("a.pt", "old.pt", "a.pickle")),
+        ("a.json", "the file"),
+    ):
         code, found = run("checkpoint", "show", tmp_path / file)
         assert code == 0
         assert [found[name][1] for name in (place, "  order", "  resumes on")] == words
@@ -270,23 +281,17 @@ def test_names_that_a_terminal_would_obey(tmp_path: Path, capsys: pytest.Capture
     assert r"\x1b[2J\nok" in capsys.readouterr().out
 
 
-class Evil:
-    def __reduce__(self) -> Any:
-        return (exec, ("raise SystemExit('it ran')",))
-
-
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (pickle.dumps(Evil()), "not a checkpoint that can be read safely"),
-        (b"", "not a checkpoint that can be read safely"),
-        (b"PK\x03\x04 no archive", "not a checkpoint that can be read safely"),
+        (pickle.dumps(Evil()), "has no loader's state in it"),
+        (b"", "a.pt is empty"),
+        (b"PK\x03\x04 no archive", "not a checkpoint that can be read"),
         (b'{"a": [1, 2]}', "has no loader's state in it"),
         (b'{"a": [1, 2', "a.pt is not JSON that can be read: Expecting"),
         (b'{"a": "\xff"}', "a.pt is not JSON that can be read: 'utf-8' codec"),
         (b"[" * 100_000, "nests too deep"),
-        (b"\x80\x02(1.", "not a checkpoint that can be read safely"),
-        (b"\x80\x02h\x05.", "not a checkpoint that can be read safely"),
+        (b"\x80\x02(1.", "not a checkpoint that can be read: it is damaged"),
     ],
 )
 def test_files_without_states(content: bytes, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,10 +320,11 @@ def test_commands_that_cannot_be_carried_out(argv: list[str], why: str, capsys: 
 
 def test_a_reader_that_has_seen_enough() -> None:
     """Closing the pipe ends the command without a traceback."""
-    shell = f"{sys.executable} -m asyncloader doctor | head -1"
+    shell = f"{sys.executable} -m asyncloader doctor | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("ok  versions")
     assert not done.stderr
+    assert done.returncode == 141
 
 
 # ------------------------------------------------------------------------------------------------ trace

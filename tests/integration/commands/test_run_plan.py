@@ -118,7 +118,7 @@ async def test_an_index_that_lies(tmp_path: Path, plan: Plan) -> None:
         (["lines.jsonl", "--rtt", "fast"], "'fast' is no time"),
         (["lines.jsonl", "--bandwidth", "1"], "'1' is no bandwidth"),
         (["lines.jsonl", "--workers", "0"], "--workers should be at least 1"),
-        (["lines.jsonl", "--cpus", "nan"], "--cpus should be a number above 0"),
+        (["lines.jsonl", "--cpus", "nan"], "--cpus should be from 0.01 to 1,048,576"),
         (["lines.jsonl", "--price-gb", "-1"], "per_gb should be 0 or more"),
         (["lines.jsonl", "--decode", "json:nothing"], "json has no function 'nothing'"),
         (["lines.jsonl", "--decode", "soon"], "'soon' is no time"),

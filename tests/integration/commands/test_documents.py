@@ -1,0 +1,267 @@
+"""With `--json`, standard output is one document, however the command ends and whatever else prints; and what cannot be
+printed, or is read from strange files, ends a command with its exit code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from asyncloader.__main__ import main
+from asyncloader.commands.findings import Finding
+from asyncloader.commands.pickle_values import OtherObject
+from tests.helpers.running import PATIENCE_S
+
+Document = Callable[..., tuple[int, dict[str, Any]]]
+
+
+def refuse(constant: str) -> Any:
+    raise AssertionError(f"JSON has no {constant}")
+
+
+@pytest.fixture
+def document(capfd: pytest.CaptureFixture[str]) -> Document:
+    """Runs a command with `--json`. Returns the exit code, and the document that is all of its output."""
+
+    def call(*argv: Any) -> tuple[int, dict[str, Any]]:
+        capfd.readouterr()
+        code = main([*map(str, argv), "--json"])
+        told, errors = capfd.readouterr()
+        assert told.isascii()
+        assert told.count("\n{") == 0
+        found: dict[str, Any] = json.loads(told, parse_constant=refuse)
+        parts = ["loaders", "nodes"] if argv[0] == "top" else ["findings"]
+        assert [*found] == ["ok", "error", *parts]
+        assert found["ok"] == (code == 0)
+        if code == 2:
+            assert found["error"].splitlines()[-1] in errors.splitlines()[-1]
+        else:
+            assert found["error"] is None
+        for each in found.get("findings", ()):
+            assert [*each] == ["name", "state", "text", "advice", "figures"]
+        return code, found
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["inspect", "/nowhere/"],
+        ["plan", "/nowhere/"],
+        ["checkpoint", "show", "/nowhere/a.pt"],
+        ["trace", "/nowhere/a.json"],
+        ["verify", "nowhere:make", "--seconds", "-1"],
+        ["bench", "nowhere:make", "--seconds", "-1"],
+        ["top", "/nowhere/a.sock"],
+        ["top", "--port", "99999"],
+    ],
+    ids=lambda argv: " ".join(argv[:2]),
+)
+def test_a_command_that_cannot_be_carried_out(argv: list[str], document: Document) -> None:
+    """Says why in the document, too."""
+    assert document(*argv)[0] == 2
+
+
+DECODE = """
+import os
+import sys
+
+print("imported")
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+def prints(sample):
+    print("decoded", flush=True)
+    os.write(1, b"from code in C\\n")
+    os.system("echo from a child")
+
+
+def raises(sample):
+    raise Unspeakable
+
+
+def leaves(sample):
+    sys.exit("gone")
+"""
+
+
+def test_a_function_that_prints_raises_or_leaves(
+    tmp_path: Path, document: Document, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adds nothing to the document; its errors name its line, and do not end the command."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "lines.jsonl").write_text('{"a": 1}\n' * 20)
+    (tmp_path / "decode_module.py").write_text(DECODE)
+    (tmp_path / "decode_leaver.py").write_text("import sys\nsys.exit(7)\n")
+    plan = ["plan", tmp_path / "lines.jsonl", "--rtt", "1ms", "--workers", 1, "--cpus", 1, "--decode"]
+    assert document(*plan, f"{tmp_path}/decode_module.py:prints")[0] == 0
+    for name, why in (("raises", "decode raised Unspeakable ("), ("leaves", "decode raised SystemExit: gone (")):
+        code, found = document(*plan, f"{tmp_path}/decode_module.py:{name}")
+        assert code == 2
+        assert why in found["error"]
+        assert "decode_module.py, line " in found["error"]
+    code, found = document(*plan, f"{tmp_path}/decode_leaver.py:decode")
+    assert code == 2
+    assert "importing decode_leaver raised SystemExit: 7" in found["error"]
+
+
+def test_an_interrupted_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has what was found until then."""
+
+    def findings(*_: Any) -> Any:
+        yield Finding(
+            "a", "ok", "\udcff", figures={"inf": float("inf"), "deep": [[]], "other": OtherObject, "1": 1 << 9999}
+        )
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("asyncloader.commands.command_line._findings", findings)
+    assert main(["doctor", "--json"]) == 130
+    told = json.loads(capfd.readouterr().out, parse_constant=refuse)
+    assert (told["ok"], told["error"]) == (False, "it was interrupted")
+    assert told["findings"] == [
+        {
+            "name": "a",
+            "state": "ok",
+            "text": r"\udcff",
+            "advice": "",
+            "figures": {"inf": None, "deep": [[]], "other": "<type>", "1": None},
+        }
+    ]
+
+
+def test_an_error_of_asyncloader(document: Document, monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Is no finding about what was examined: the exit code is 2, below the traceback."""
+
+    def findings(*_: Any) -> Any:
+        raise LookupError("a fault of ours")
+
+    monkeypatch.setattr("asyncloader.commands.command_line._findings", findings)
+    code, found = document("doctor")
+    assert (code, found["error"]) == (2, "LookupError: a fault of ours")
+    main(["doctor"])
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["lines", "json"])
+def test_output_that_cannot_be_written(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reader that has gone, a full disk, and no output at all: each has its exit code, and no traceback."""
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n')
+    command = ["inspect", str(tmp_path / "a.jsonl"), *["--json"] * (how == "json")]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone, open("/dev/full", "w") as full:  # noqa: PTH123 - as standard output is made
+        for stdout, code, why in ((gone, 141, ""), (full, 2, "No space left"), (None, 0, "")):
+            monkeypatch.setattr(sys, "stdout", stdout)
+            assert main(command) == code
+            monkeypatch.undo()
+            out, errors = capfd.readouterr()
+            assert not out
+            assert why in errors
+            assert errors.count("\n") == bool(why)
+    os_error = open("/dev/full", "w", buffering=1)  # noqa: PTH123, SIM115
+    with os_error:
+        monkeypatch.setattr(sys, "stderr", os_error)
+        assert main(["inspect", "/nowhere/"]) == 2
+
+
+# ------------------------------------------------------------------------------------------- strange files
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "show"], ["trace"]], ids=["checkpoint", "trace"])
+def test_files_that_are_no_files(command: list[str], tmp_path: Path, document: Document) -> None:
+    """A pipe that nobody writes, a device without end, a link to itself and a folder are refused, at once."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for file in (tmp_path / "fifo", "/dev/zero", tmp_path / "loop", tmp_path, tmp_path / ("x" * 300)):
+        assert document(*command, file)[0] == 2
+
+
+def test_an_archive_that_is_none_of_torchs(tmp_path: Path, document: Document) -> None:
+    """One that unpacks to much more is not unpacked, and a damaged one is named."""
+    for kind, names in ((zipfile.ZIP_DEFLATED, ["a/data.pkl"]), (zipfile.ZIP_STORED, ["a/other"])):
+        with zipfile.ZipFile(tmp_path / "a.pt", "w", kind) as archive:
+            for name in names:
+                archive.writestr(name, bytes(50_000_000) if kind else b"")
+        code, found = document("checkpoint", "show", tmp_path / "a.pt")
+        assert code == 2
+        assert "is compressed" in found["error"] if kind else "has no data.pkl" in found["error"]
+    torch.save({}, tmp_path / "a.pt")
+    whole = (tmp_path / "a.pt").read_bytes()
+    for at in range(0, len(whole), 41):
+        (tmp_path / "b.pt").write_bytes(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :])
+        assert main(["checkpoint", "show", str(tmp_path / "b.pt")]) == 2
+
+
+EVENT = {"ph": "X", "cat": "tasks", "name": "batch 1", "ts": 0, "dur": 1, "pid": 2, "args": {"batch": 1, "iterator": 1}}
+NAMES = {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "worker 0 (pid 3)"}}
+DIED = {"ph": "i", "name": "worker died", "ts": 1, "pid": 2, "args": {}}
+FACTS = {"loader": "L", "pid": 1, "seconds": 1.0, "complete": True, "left_out": {}}
+
+
+@pytest.mark.parametrize(
+    ("events", "facts", "code"),
+    [
+        ([EVENT, NAMES], FACTS, 0),
+        ([EVENT, NAMES], {**FACTS, "seconds": float("nan")}, 0),
+        ([EVENT, NAMES], {**FACTS, "seconds": "1s"}, 2),
+        ([EVENT, NAMES], {**FACTS, "left_out": {"a": "many"}}, 2),
+        ([EVENT, NAMES], "loader", 2),
+        ([{**EVENT, "ts": 10**400}, NAMES], FACTS, 2),
+        ([{**EVENT, "ts": "1"}, NAMES], FACTS, 2),
+        ([EVENT], FACTS, 2),
+        ([{**DIED, "args": {"reason": "\x1b[2J", "deep": [[[]]], "inf": float("inf")}}, NAMES], FACTS, 1),
+        ([{**DIED, "name": 7}], FACTS, 0),
+        (["no event"], FACTS, 2),
+    ],
+)
+def test_traces_of_strangers(events: Any, facts: Any, code: int, tmp_path: Path, document: Document) -> None:
+    """Values of other types, and numbers that JSON lacks, are named or left out."""
+    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": events, "otherData": facts}))
+    assert document("trace", tmp_path / "a.json")[0] == code
+
+
+def test_a_trace_of_very_many_parts(tmp_path: Path, document: Document, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is refused before it is parsed: it would take many times the memory of its text."""
+    monkeypatch.setattr("asyncloader.tracing.trace_file._MOST_OBJECTS", 1000)
+    (tmp_path / "a.json").write_text('{"traceEvents": [' + "[]," * 1000 + "]}")
+    code, found = document("trace", tmp_path / "a.json")
+    assert code == 2
+    assert "more than 1,000 objects" in found["error"]
+
+
+@pytest.mark.parametrize("snapshot", [{}, {"kind": "loader"}, {"kind": 1}, {"kind": "loader", "rates": "a"}, [[[]]]])
+def test_snapshots_of_strangers(snapshot: Any, tmp_path: Path, document: Document) -> None:
+    """A loader's socket that sends something else is named, and so is text that nests too deep."""
+    text = json.dumps(snapshot | {"version": 2}) if isinstance(snapshot, dict) else "[" * 100_000
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "s"))
+        listener.listen()
+
+        def send() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(f"{text}\n".encode())
+
+        thread = threading.Thread(target=send)
+        thread.start()
+        code, found = document("top", tmp_path / "s")
+        thread.join(PATIENCE_S)
+    assert code == 2
+    assert "snapshot" in found["error"]
