@@ -375,8 +375,10 @@ def pieces():
     yield b"half"
     print("half", flush=True)
     sys.stdin.read()
+def with_pieces(path):
+    return path, pieces()
 path = in_folder(Path({str(tmp_path)!r}), 0)
-list(IterableWrapper([path]).on_disk_cache().map(lambda path: (path, pieces())).end_caching())
+list(IterableWrapper([path]).on_disk_cache().map(with_pieces).end_caching())
 """
     command = [sys.executable, "-c", script]
     with script_server.start(command, env=environment(), cwd=ROOT, stdin=subprocess.PIPE) as writer:
