@@ -66,17 +66,14 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
     Also asyncio's in a program without standard input, output or error, as a daemon may be: the loop would get one of
     their numbers, and libuv aborts the process when it closes a descriptor below 3.
     """
-    if uvloop is None or not all(map(_is_open, range(3))):
+    if uvloop is None:
+        return asyncio.new_event_loop
+    try:
+        for descriptor in range(3):
+            os.fstat(descriptor)
+    except OSError:
         return asyncio.new_event_loop
     return uvloop.new_event_loop
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 class Bridge:

@@ -11,7 +11,7 @@ import torch
 
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.loader import DataLoader
-from asyncloader.ranks.topology import topology, topology_of_process
+from asyncloader.ranks.topology import topology
 from asyncloader.telemetry.metrics import Metric, MetricSample
 
 if TYPE_CHECKING:
@@ -68,5 +68,9 @@ def _is_graph_loader(loader: Any) -> bool:
 
 
 def _rank(loader: Loader) -> int:
+    if not _is_graph_loader(loader):
+        return topology(getattr(loader, "_spec", loader)).rank
     # The ranks of a graph are always those of the whole process group.
-    return topology_of_process().rank if _is_graph_loader(loader) else topology(getattr(loader, "_spec", loader)).rank
+    return (
+        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
+    )

@@ -72,11 +72,6 @@ def topology(spec: Any) -> Topology:
         return Topology(torch.distributed.get_rank(group), torch.distributed.get_world_size(group))
     if given.rank is not None:
         return Topology(given.rank, given.world_size)
-    return topology_of_process()
-
-
-def topology_of_process() -> Topology:
-    """This process's rank and world size: torch.distributed's, else a single process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return Topology(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return Topology(0, 1)
