@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
+from tests.helpers.running import ROOT
 from tests.stress.hostility import LOADER_ACTS, NODE_ACTS, draw, rng_of, spoiled
-from tests.stress.running import run
 
 
 def test_all_is_drawn() -> None:
@@ -25,6 +28,8 @@ def test_all_is_drawn() -> None:
 @pytest.mark.parametrize(("side", "seeds"), [("loader", 160), ("node", 40)])
 def test_seeds(side: str, seeds: int) -> None:
     """No crash, no stall, no memory without a bound, and exact batches or an error that names the node."""
-    done = run("tests.stress.peers", "--side", side, "--seeds", str(seeds))
+    options = ["--side", side, "--seeds", str(seeds)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.stress.peers", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{seeds} draws, 0 failures" in done.stdout
