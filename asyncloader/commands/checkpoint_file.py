@@ -46,6 +46,7 @@ def read_checkpoint(file: Path) -> Any:
                 for _ in range(_BEFORE + 1 if value == _LEGACY else 0):
                     value = read_pickle(memory)
                 return value
+        # `zipfile` raises each of them, depending on where an archive is damaged; our own errors are the first.
         except (ValueError, OverflowError, NotImplementedError, zipfile.BadZipFile, struct.error) as error:
             raise ValueError(f"{file} is not a checkpoint that can be read: {error}") from None
 

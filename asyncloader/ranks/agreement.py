@@ -69,12 +69,13 @@ class Agreement:
         group: from `make_group`.
         count: number of batches of this rank; None if unknown.
         uneven_is_error: whether to raise if the ranks' epochs differ in length, instead of ending with the shortest.
-        compares: whether the ranks share what they read, which must then be the same: see `reads`. The same on all.
+        compares: whether the ranks share their samples' source, which must then be equal: see `reads`. The same on
+            all ranks.
     """
 
     def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool, compares: bool = False) -> None:
         self.reads: str | None = None
-        """What the ranks share, as this rank sees it, in words. To be set before its first step; None: not known."""
+        """This rank's view of the shared source, in words. To be set before its first step; None: not known."""
         self._compares = compares
         self._group = group
         self._count = count
@@ -242,7 +243,7 @@ class Agreement:
                 )
 
     def _compare(self) -> None:
-        """Compare what the ranks read. All ranks must call it, also those that do not know it.
+        """Compare the sources of all ranks. All must call it, also those whose source is not known.
 
         Raises:
             RanksDisagree: it differs.
@@ -264,7 +265,7 @@ class Agreement:
         )
 
     def _text_of(self, rank: int) -> str:
-        """Return what this rank reads. All ranks must call it."""
+        """Return the source that a rank reads, in words. All ranks must call it."""
         words = np.zeros(_TEXT_BYTES // 8, np.int64)
         if rank == self._group.rank:
             text = (self.reads or "").encode(errors="replace")[:_TEXT_BYTES]

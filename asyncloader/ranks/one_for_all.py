@@ -1,10 +1,10 @@
 """Lets one rank find something out, and gives the others its result.
 
-Data path: [one_for_all] -> remote.shared_listing. For what a store is asked for once per job, and not once per rank.
+Data path: [one_for_all] -> remote.shared_listing. For lists that are requested once per job, and not once per rank.
 
 The first rank that needs the result claims it in the store of torch.distributed, finds it out, and leaves it there in
 pieces. This is no collective: a rank that never needs the result delays none, one that comes late finds it, and the
-error of the claimant is the error of all. While the claimant is at work it writes signs of life to the store. If it is
+error of the claimant is the error of all. While the claimant works it writes heartbeats to the store. If it is
 cancelled, or is silent for 20 seconds because it was killed, the next rank claims the result; all ranks agree on which
 result counts, also a claimant that was only stopped for a while. A rank without such a store, and one that the store
 fails, finds it out by itself.
@@ -39,13 +39,13 @@ _T = TypeVar("_T")
 PIECE = 1 << 20
 """Bytes of a message, at most: the store serves other ranks in between."""
 MOST = 1 << 29
-"""Bytes of a result, at most, before and after compression. A larger one is found out by each rank."""
+"""Bytes of a result, at most, before and after compression. Each rank finds out a larger result by itself."""
 
 _FIRST_PAUSE_S, _MOST_PAUSE_S = 0.02, 1.0  # between two looks at the store: 10,000 ranks may wait
-_BEAT_S = 1.5  # between two signs of life
-_LISTEN_S = 4.0  # between two looks for one
+_BEAT_S = 1.5  # between two heartbeats
+_LISTEN_S = 4.0  # between two looks for a heartbeat
 _MOST_SILENT = 5
-"""Looks without a new sign of life after which a claimant is given up. Looks are counted, and not seconds: processes
+"""Looks without a new heartbeat after which a claimant is given up. Looks are counted, and not seconds: processes
 that are stopped together, as in a container that is frozen, go on together.
 """
 _SAY_AFTER_S = 10.0  # and again each time that the wait has doubled
@@ -189,11 +189,11 @@ class _Turn(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What the rank that has made an attempt says.
+    """The outcome of an attempt, as the rank that has made it reports it.
 
     Attributes:
         rank: its number.
-        data: the result; None: there is none, or it is too large.
+        data: the result; None: no result, or one that is too large.
         error: its error.
         again: it was cancelled, or given up.
     """
@@ -237,14 +237,14 @@ def _rank_in(claim: bytes) -> str:
 
 
 def _beat(turn: _Turn, done: threading.Event) -> None:
-    """Write signs of life until the result is there."""
+    """Write heartbeats until the work is done."""
     number = 0
     try:
         while not done.wait(_BEAT_S):
             number += 1
             turn.store.set("beat", str(number))
     except RuntimeError as error:
-        _log.debug("no further signs of life: %s", error)
+        _log.debug("no further heartbeats: %s", error)
 
 
 def _publish(turn: _Turn, pack: Callable[[], bytes]) -> bool:
@@ -262,7 +262,7 @@ def _publish(turn: _Turn, pack: Callable[[], bytes]) -> bool:
 
 
 def _say(turn: _Turn, header: dict[str, Any]) -> bool:
-    """Say how an attempt has ended. Returns whether that counts: what was said first does, on all ranks."""
+    """Report how an attempt has ended. Returns whether that counts: the first report does, on all ranks."""
     said = json.dumps({"rank": turn.rank, **header})
     try:
         return bytes(turn.store.compare_set("header", "", said)) == said.encode()
@@ -272,7 +272,7 @@ def _say(turn: _Turn, header: dict[str, Any]) -> bool:
 
 
 def _give_up(turn: _Turn) -> None:
-    """Have another rank make the next attempt, if this rank was to make this one."""
+    """Have another rank make the next attempt, if this rank has claimed the present attempt."""
     if turn.mine:
         _say(turn, {"again": True})
 

@@ -194,7 +194,7 @@ class RankWatch:
 
 
 class _Received:
-    """The newest figures of a rank. What was in the store before, of an earlier loader or run, does not count."""
+    """The newest figures of a rank. Figures of an earlier loader or run, which the store may hold, do not count."""
 
     def __init__(self, data: bytes) -> None:
         self.wait: RankWait | None = None

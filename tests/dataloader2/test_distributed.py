@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from asyncloader.dataloader2 import (
     DataLoader2,
@@ -213,6 +213,7 @@ def _late(rank: int) -> Any:
     try:
         return list(loader)
     except PrefetchTimeoutError as error:
+        _get_default_store().set(f"late {rank}", "")
         return str(error).partition("\n")[0]
     finally:
         loader.shutdown()
@@ -220,7 +221,7 @@ def _late(rank: int) -> Any:
 
 def _waits(x: int) -> int:
     if x == 1:
-        time.sleep(2.5)  # longer than the timeout
+        _get_default_store().wait(["late 0", "late 1"])
     return x
 
 

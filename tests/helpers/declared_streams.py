@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Self
 
@@ -11,7 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader import sample_rng
+from asyncloader import Recovery, sample_rng
+from tests.helpers.seeded_runs import Stepwise
 
 LENGTHS = [7, 3, 11, 0, 6]
 
@@ -58,6 +61,16 @@ class Drawless(Streams):
         return torch.tensor([info.id, self.next - 1, info.seed % 1000])
 
 
+class Growing(Streams):
+    """Streams of which one takes more memory than is allowed. A mixin, for awaited ones, too."""
+
+    def sample(self, info: Any) -> torch.Tensor:
+        made: torch.Tensor = super().sample(info)
+        if (info.id, self.next) == (2, 4):
+            vars(self)["held"] = bytearray(os.urandom(1 << 20) * 64)
+        return made
+
+
 class AwaitedStreams(Streams):
     """The same, awaited: each stream has a connection of its own, and numbers from the sample's own generators."""
 
@@ -102,6 +115,28 @@ class AwaitedStreams(Streams):
         rng = sample_rng()
         drawn = [rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))]
         return torch.tensor([info.id, self.next - 1, info.seed % 1000, self.marked, *drawn], dtype=torch.float64)
+
+
+def take_around_a_kill(run: Stepwise, before: int) -> list[torch.Tensor]:
+    """Begin an epoch, and return its first batches: this number of them before the first worker is killed, and three
+    after that.
+    """
+    run.begin()
+    got = run.take(before)
+    os.kill(run.iterator._workers[0].pid, signal.SIGKILL)
+    return got + run.take(3)
+
+
+def runs_within(dataset: Any, **options: Any) -> list[list[torch.Tensor]]:
+    """An epoch without workers, and an epoch with two of which one leaves, as its memory grows beyond its limit."""
+    limited = {"recovery": Recovery(worker_memory_limit=32 << 20), "multiprocessing_context": "fork"}
+    runs: list[list[torch.Tensor]] = []
+    for workers, more in ((0, {}), (2, limited)):
+        torch.manual_seed(3)
+        with Stepwise("sync", dataset, num_workers=workers, **options, **more) as run:
+            runs.append(run.epoch())
+            assert run.loader.stats()["data/worker_retirements"] == (1 if workers else 0)
+    return runs
 
 
 def mark(number: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Self
@@ -13,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from asyncloader import AsyncDataLoader, Recovery, Tuning
+from asyncloader import AsyncDataLoader, Tuning
 from tests.helpers.comparing import assert_same
-from tests.helpers.declared_streams import AwaitedStreams, mark_awaited
+from tests.helpers.declared_streams import AwaitedStreams, Growing, mark_awaited, runs_within, take_around_a_kill
 from tests.helpers.running import PATIENCE_S, run_async
 from tests.helpers.seeded_runs import Stepwise
 
@@ -82,10 +80,7 @@ def test_a_worker_that_is_killed_while_it_awaits_several_streams(workers: int) -
     options: dict[str, Any] = {"batch_size": 2, "seed": 5, "worker_init_fn": mark_awaited}
     batches = epoch_of(seed=5)
     with Stepwise("sync", AwaitedStreams(), num_workers=workers, **FORKED, **options) as run:
-        run.begin()
-        got = run.take(4)
-        os.kill(run.iterator._workers[0].pid, signal.SIGKILL)
-        got += run.take(3)
+        got = take_around_a_kill(run, 4)
         state = run.loader.state_dict()
         assert_same([*got, *run.rest()], batches)
         assert run.loader.stats()["data/worker_restarts"] == 1
@@ -94,26 +89,14 @@ def test_a_worker_that_is_killed_while_it_awaits_several_streams(workers: int) -
         assert_same(run.epoch(), batches[7:])
 
 
-class Growing(AwaitedStreams):
-    """Streams of which one takes more memory than is allowed."""
-
-    def sample(self, info: Any) -> torch.Tensor:
-        made: torch.Tensor = super().sample(info)
-        if (info.id, self.next) == (2, 4):
-            vars(self)["held"] = bytearray(os.urandom(1 << 20) * 64)
-        return made
+class GrowingAwaited(Growing, AwaitedStreams):
+    """Awaited streams of which one takes more memory than is allowed."""
 
 
 def test_a_worker_that_leaves_hands_on_the_generators_of_each_stream() -> None:
     """Without `seed=` each stream's own generators go on in the worker's replacement."""
-    limited = Recovery(worker_memory_limit=32 << 20)
-    runs: list[list[torch.Tensor]] = []
-    for workers, more in ((0, {}), (2, {"recovery": limited, **FORKED})):
-        torch.manual_seed(3)
-        with Stepwise("sync", Growing(), batch_size=2, num_workers=workers, **more) as run:
-            runs.append(run.epoch())
-            assert run.loader.stats()["data/worker_retirements"] == (1 if workers else 0)
-    assert_same(runs[1], runs[0])
+    here, with_workers = runs_within(GrowingAwaited(), batch_size=2)
+    assert_same(with_workers, here)
 
 
 class Meeting(AwaitedStreams):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +12,9 @@ import pytest
 import torch
 from torch.utils.data import IterDataPipe, get_worker_info
 
-from asyncloader import DataLoader, Recovery, RemoteIterableDataset, StateError
+from asyncloader import DataLoader, RemoteIterableDataset, StateError
 from tests.helpers.comparing import assert_same
-from tests.helpers.declared_streams import Drawless, Streams, mark
+from tests.helpers.declared_streams import Drawless, Growing, Streams, mark, runs_within, take_around_a_kill
 from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -61,10 +59,7 @@ def test_a_worker_that_is_killed_while_it_serves_several_streams() -> None:
     for workers, before in ((2, 3), (3, 0)):
         with Stepwise("sync", Streams(), num_workers=workers, multiprocessing_context="fork", **options) as run:
             run.loader.load_state_dict(state)
-            run.begin()
-            got += run.take(before)
-            os.kill(run.iterator._workers[0].pid, signal.SIGKILL)
-            got += run.take(3)
+            got += take_around_a_kill(run, before)
             state = run.loader.state_dict()
             assert_same([*got, *run.rest()], expected)
             assert run.loader.stats()["data/worker_restarts"] == 1
@@ -75,23 +70,8 @@ def test_a_worker_that_is_killed_while_it_serves_several_streams() -> None:
 
 def test_a_worker_that_leaves_hands_on_the_generators_of_each_stream() -> None:
     """Without `seed=` a worker that exceeds its memory limit has the states of all its streams' generators."""
-
-    class Growing(Streams):
-        def sample(self, info: Any) -> torch.Tensor:
-            made: torch.Tensor = super().sample(info)
-            if (info.id, self.next) == (2, 4):
-                vars(self)["held"] = bytearray(os.urandom(1 << 20) * 64)
-            return made
-
-    options: dict[str, Any] = {"batch_size": 2}
-    limited = Recovery(worker_memory_limit=32 << 20)
-    runs: list[list[torch.Tensor]] = []
-    for workers, more in ((0, {}), (2, {"recovery": limited, "multiprocessing_context": "fork"})):
-        torch.manual_seed(3)
-        with Stepwise("sync", Growing(), num_workers=workers, **options, **more) as run:
-            runs.append(run.epoch())
-            assert run.loader.stats()["data/worker_retirements"] == (1 if workers else 0)
-    assert_same(runs[1], runs[0])
+    here, with_workers = runs_within(Growing(), batch_size=2)
+    assert_same(with_workers, here)
 
 
 def test_persistent_workers_have_their_copies_until_the_streams_change() -> None:
