@@ -39,11 +39,8 @@ LARGEST_REQUEST = 1 << 17  # bytes; an environment and a -c program
 
 SHARED = "ASYNCLOADER_SCRIPT_SERVERS"
 """The variable in which `python -m tests` names a folder for the sockets of its forks' servers, and its pid."""
-# Of the programs that they start, only those share servers that are given the variable (`sharing`).
+# Only the forks themselves share servers, and no program that they start: programs do not get the variable.
 _shared = os.environ.pop(SHARED, "").rpartition(":")
-
-SPAWNING = ("asyncloader.service.placement.agent_node", "tests.stress.wire")
-"""Modules that are programs which start interpreters."""
 
 
 # ------------------------------------------------------------------------------------------- in the tests' process
@@ -198,11 +195,6 @@ def _connect(folder: Path, runner: int, options: Sequence[str], env: Mapping[str
     return connection
 
 
-def sharing() -> dict[str, str]:
-    """Return the variable with which a program shares the servers of `python -m tests`; nothing without that runner."""
-    return {SHARED: "".join(_shared)} if _shared[0] else {}
-
-
 def descriptors() -> set[int]:
     """Return the descriptors of the connections to servers."""
     return {server.connection.fileno() for server in Server.running.values()}
@@ -326,7 +318,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 def starts_interpreters(program: Sequence[str]) -> bool:
     """Whether the program may have spawned processes or a fork server: it names them, a remote dataset, or a node."""
     if program[0] == "-m":
-        return program[1:3] == ["asyncloader", "serve"] or program[1] in SPAWNING
+        return program[1:3] == ["asyncloader", "serve"] or program[1] == "asyncloader.service.placement.agent_node"
     source = program[1].encode() if program[0] == "-c" else Path(program[0]).read_bytes()
     return re.search(rb"spawn|forkserver|\bserve\b|Remote|Shards", source) is not None
 
