@@ -50,3 +50,23 @@ def test_memory_still_works(variables: dict[str, str]) -> None:
     """Large blocks can be allocated and freed under the settings, ours or the user's own."""
     code = "tune(concurrent=True)\nfor n in range(50): x = bytearray(3 << 20); x[-1] = n\nprint(x[-1])"
     assert told(code, **variables) == "49"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other allocators than glibc's")
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_freed_samples_leave_their_pages(concurrent: bool) -> None:
+    """The next batch's samples fault no pages in, whatever their size and number."""
+    code = f"""
+import resource, sys
+tune(concurrent={concurrent})
+for size, number in [(1 << 16, 64), (1 << 18, 8), (600_000, 64), (1 << 22, 10)]:
+    for turn in range(6):
+        if turn == 3:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        samples = [bytes(size) for _ in range(number)]
+        del samples
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    faults = list(map(int, told(code).split()))
+    assert len(faults) == 4
+    assert max(faults) < 100, faults  # of at least 1,500 pages a turn
