@@ -1,4 +1,4 @@
-"""Seeds of the chaos runner: ten always, a hundred with `--all`, thousands with `make chaos`."""
+"""Seeds of the chaos runner: ten always, sixty with `--all`, thousands with `make chaos`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests import script_server
 from tests.helpers.running import ROOT
 from tests.pairwise import quickly
 
-BLOCKS = [(30, 10), (0, 30), (40, 60)]
+BLOCKS = [(30, 10), (0, 30), (40, 20)]
 """The first seed and the number of seeds of each run, which imports the whole package before it forks."""
 
 

@@ -25,7 +25,7 @@ def test_all_is_drawn() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.network
-@pytest.mark.parametrize(("side", "seeds"), [("loader", 160), ("node", 40)])
+@pytest.mark.parametrize(("side", "seeds"), [("loader", 80), ("node", 20)])
 def test_seeds(side: str, seeds: int) -> None:
     """No crash, no stall, no memory without a bound, and exact batches or an error that names the node."""
     options = ["--side", side, "--seeds", str(seeds)]
