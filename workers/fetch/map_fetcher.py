@@ -229,16 +229,15 @@ class MapFetcher:
             return [
                 self._one(one, position, item) for item, (one, position) in enumerate(zip(index, first, strict=True))
             ]
-        make, step, position = maker.make, maker.seeding.replicas, first
-        samples = []
-        for one in index:
+        # `maker.make`, inlined: this runs once per sample.
+        dataset, decoder, samples = maker.dataset, maker.decoder, []
+        for one, position in zip(index, maker.seeding.samples.each(first, maker.seeding.replicas), strict=False):
             try:
-                samples.append(make(one, position))
+                sample = dataset[one]
+                samples.append(sample if decoder is None else decoder.call(sample))
             except Exception as error:
                 add_note(error, describe_sample(one, len(samples), position))
                 raise
-            # Added up, which saves a call for each sample.
-            position += step
         return samples
 
     def _one(self, index: Any, position: int | None, item: int | None = None) -> Any:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
 from typing import Any, TypeAlias
 
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from asyncloader.errors import warn_aside
+from asyncloader.workers.fetch.numpy_state import save_numpy_state
 from asyncloader.workers.fetch.plain_context import plain_context
 
 BatchPosition: TypeAlias = int | tuple[int, ...]
@@ -37,7 +38,10 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
-_seed_random = random.seed
+_random: Any = random._inst  # the process-global one
+_random_in_c: Any = super(random.Random, _random)
+# The C function that `random.seed` calls for an int, after looking at its argument's type three times.
+_seed_random: Callable[[int], None] = _random_in_c.seed
 _seed_numpy = np.random.seed
 # Not torch.manual_seed, which also visits every accelerator: 1 against 105 microseconds.
 _seed_torch: Callable[[int], Any] = torch.default_generator.manual_seed
@@ -72,13 +76,15 @@ class SampleRng:
 
     __slots__ = ("_key", "_numpy", "_random", "_torch", "info")
 
+    _torch: torch.Generator
+    _numpy: np.random.Generator
+    _random: random.Random
+    info: Any
+    """The `WorkerInfo` that a worker thread has for this sample. Not set until the sample's code has asked for it."""
+
     def __init__(self, key: int) -> None:
+        # Nothing else: this runs once per sample.
         self._key = key
-        self.info: Any = None
-        """The `WorkerInfo` that a worker thread has for this sample, once the sample's code has asked for it."""
-        self._torch: torch.Generator | None = None
-        self._numpy: np.random.Generator | None = None
-        self._random: random.Random | None = None
 
     @property
     def key(self) -> int:
@@ -88,7 +94,7 @@ class SampleRng:
     @property
     def torch(self) -> torch.Generator:
         """A CPU generator, for ``torch.rand(..., generator=...)``."""
-        if self._torch is None:
+        if not hasattr(self, "_torch"):
             self._torch = torch.Generator()
             # 1, 2 and 3 keep the three generators apart: torch's and Python's have the same engine.
             self._torch.manual_seed(_mix(self._key ^ 1))
@@ -97,14 +103,14 @@ class SampleRng:
     @property
     def numpy(self) -> np.random.Generator:
         """A numpy generator (PCG64)."""
-        if self._numpy is None:
+        if not hasattr(self, "_numpy"):
             self._numpy = np.random.Generator(np.random.PCG64(self._key ^ 2))
         return self._numpy
 
     @property
     def random(self) -> random.Random:
         """A generator of Python's `random` module."""
-        if self._random is None:
+        if not hasattr(self, "_random"):
             self._random = random.Random(_mix(self._key ^ 3))  # noqa: S311 - augmentation, not secrets
         return self._random
 
@@ -159,6 +165,21 @@ class SampleSeeder:
         """Seed the code that makes the sample at `position`, in the current context."""
         self._begin((self._base + position * _GOLDEN) & _MASK)
 
+    def each(self, first: int, step: int) -> Iterator[int]:
+        """Yield `first`, ``first + step`` and so on without end. When a position is yielded, the code that makes its
+        sample has been seeded, in the current context.
+        """
+        # `sample`, inlined: this runs once per sample. Adding a step saves the product with the position.
+        word, word_step, concurrent, position = self._base + first * _GOLDEN, step * _GOLDEN, self._concurrent, first
+        while True:
+            word &= _MASK
+            mixed = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+            mixed = ((mixed ^ (mixed >> 27)) * _MIX_2) & _MASK
+            _seed(mixed ^ (mixed >> 31), concurrent)
+            yield position
+            position += step
+            word += word_step
+
     def contexts(self, positions: Iterable[int]) -> list[Context]:
         """Return a copy of the current context for each of these samples, with its random numbers. Of samples that are
         made concurrently.
@@ -185,14 +206,19 @@ class SampleSeeder:
         # `_mix`, inlined: this runs once per sample.
         word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
         word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
-        key = word ^ (word >> 31)
-        _current.set(SampleRng(key))
-        if not self._concurrent:
-            # torch takes the lower half, numpy the upper one: their engines are the same, and should not give the
-            # same numbers.
-            _seed_random(key)
-            _seed_numpy(key >> 32)
-            _seed_torch(key)
+        _seed(word ^ (word >> 31), self._concurrent)
+
+
+def _seed(key: int, concurrent: bool) -> None:
+    """Make these the random numbers of the current sample; if it is not made concurrently, the global ones, too."""
+    _current.set(SampleRng(key))
+    if not concurrent:
+        _seed_random(key)
+        _random.gauss_next = None  # as `random.seed` does
+        # torch takes the lower half, numpy the upper one: their engines are the same, and should not give the
+        # same numbers.
+        _seed_numpy(key >> 32)
+        _seed_torch(key)
 
 
 def _mix(word: int) -> int:
@@ -205,17 +231,13 @@ def _mix(word: int) -> int:
 def global_generators_kept() -> Generator[None]:
     """Restore the process-global generators and the current sample afterwards: for loading in the caller's process."""
     outer = _current.get()
-    numpy_state: Any = np.random.get_state()
+    restore_numpy = save_numpy_state()
     ours, torch_state = random.getstate(), torch.default_generator.get_state()
-    if type(numpy_state) is tuple:
-        # numpy copies the words one by one: those of a list take 2 microseconds, those of an array 34.
-        name, words, *others = numpy_state
-        numpy_state = name, words.tolist(), *others
     try:
         yield
     finally:
         random.setstate(ours)
-        np.random.set_state(numpy_state)
+        restore_numpy()
         torch.default_generator.set_state(torch_state)
         _current.set(outer)
 

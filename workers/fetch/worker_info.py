@@ -107,7 +107,7 @@ class ContextInfo:
         sample = current_sample()
         if sample is None:
             return self.own
-        if sample.info is None:
+        if not hasattr(sample, "info"):
             sample.info = self._with(_rng_of(sample))
         return sample.info
 

@@ -113,6 +113,28 @@ def test_a_samples_numbers_are_its_own(seed: int, epoch: int, position: int) -> 
     assert len(set(drawn)) == len(drawn)
 
 
+@pytest.mark.parametrize("first", [-1, 0, 1 << 62])
+@pytest.mark.parametrize("step", [1, 7])
+def test_samples_one_after_another(first: int, step: int) -> None:
+    """Samples of a batch have the numbers that each of them has alone, and the context's generators."""
+    expected = [of_sample(7, 3, first + item * step) for item in range(4)]
+    seeder = SampleSeeder(7, 3)
+    found = [
+        (position, globals_drawn(), own_drawn())
+        for position, _ in zip(seeder.each(first, step), range(4), strict=False)
+    ]
+    assert found == [(first + item * step, *expected[item]) for item in range(4)]
+
+
+def test_no_number_is_left_from_before() -> None:
+    """Normal numbers are made in pairs: a sample does not get the second of a pair that was drawn before it."""
+    seeder = SampleSeeder(1, 0)
+    seeder.sample(4)
+    expected = random.gauss(0, 1), float(np.random.standard_normal())
+    seeder.sample(4)
+    assert (random.gauss(0, 1), float(np.random.standard_normal())) == expected
+
+
 @pytest.mark.thorough
 def test_neighbours_are_independent() -> None:
     """Over ten thousand positions the first numbers of each generator are uniform and not correlated."""
