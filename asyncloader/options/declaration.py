@@ -422,7 +422,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             # torch's constructor calls this before the options are known; or the workers are elsewhere; or their number
             # was not asked for.
             return
-        quota, most, limit = cpu_quota(), affinity(), ""
+        quota, most, limit = (cpu_quota() if self.num_workers else None), affinity(), ""
         if quota is not None and quota < most:
             most, limit = quota, " (the control group's CPU quota)"
         kind = "threads" if options.workers == THREADS else "processes"
