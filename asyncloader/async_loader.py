@@ -43,7 +43,6 @@ from asyncloader.options.declaration import (
 )
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.unknown_dataset import ask_dataset
-from asyncloader.ranks.watch import watch_ranks
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
@@ -198,6 +197,8 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             raise
         self._newest = weakref.ref(iterator)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
+
             watch_ranks(spec, self._statistics)
         self._iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.

@@ -36,7 +36,6 @@ from asyncloader.options.declaration import (
     fixed_option,
 )
 from asyncloader.options.unknown_dataset import ask_dataset
-from asyncloader.ranks.watch import watch_ranks
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper
@@ -128,6 +127,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
                 raise
             state.newest = weakref.ref(iterator)
             if torch.distributed.is_available() and torch.distributed.is_initialized():
+                from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
+
                 watch_ranks(self, state.statistics)
         state.iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.

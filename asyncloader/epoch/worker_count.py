@@ -23,9 +23,9 @@ from asyncloader.events import Event, Excused, Joined, Resized
 from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.diagnosis import Diagnosis
-from asyncloader.telemetry.prediction import MOST_WAITING_WORKERS
 from asyncloader.telemetry.run_figures import Run
 from asyncloader.telemetry.trials import Decision
+from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.growing_pool import GrowingPool
 from asyncloader.workers.memory.segment import memory_limit

@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.options.auto_value import AutoValue
-from asyncloader.telemetry.prediction import MOST_WAITING_WORKERS
-from asyncloader.telemetry.worker_tuning import WorkerTuner
+from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS, WorkerTuner
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.dataset_streams import count_streams
 from asyncloader.workers.source import THREADS

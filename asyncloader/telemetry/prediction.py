@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from asyncloader.telemetry.run_figures import Run
+from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS
 
 BATCH_COST_S = 300e-6
 """Cost of a worker's batch in both processes, besides its samples."""
 
 WORTH = 1.1
 """The least gain for which a change is proposed."""
-
-MOST_WAITING_WORKERS = 16
-"""Workers that are proposed for a blocking dataset that waits, whatever the number of CPUs."""
 
 CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
 _FORK_S, _SPAWN_S = 0.05, 2.0  # to start workers, where that was not measured

@@ -12,6 +12,9 @@ from math import ceil
 
 from asyncloader.telemetry.trials import HEALTHY_WAIT, Measured, Proposal, Tuner
 
+MOST_WAITING_WORKERS = 16
+"""Workers that are proposed for a blocking dataset that waits, whatever the number of CPUs."""
+
 _BUSY = 0.7  # the share of their time for which fewer workers may be busy
 
 
