@@ -5,11 +5,11 @@ Data path: beside the consumer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Dataset
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.delivery.loader_device import current_transfer
@@ -73,6 +73,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
     lines = [f"{name}: {_workers(config)}", *_concurrency(config, statistics)]
     if config.num_workers:
         lines.append(f"memory: {_rings(config, pool)}")
+        lines += _copied(config)
         lines.append(f"collation: {_collation(config)}")
         lines.append(f"faults: {_faults(config)}")
     lines.append(f"order: {_order(config)}")
@@ -148,6 +149,35 @@ def _rings(config: EpochConfig, pool: WorkerPool | None) -> str:
         return f"one anonymous ring a worker, {bound}"
     sizes = ", ".join(f"{keeper.nbytes:,}" for keeper in pool.rings)
     return f"one anonymous ring a worker of {sizes} bytes (virtual until used), {bound}"
+
+
+_LARGE = 100_000
+"""Objects in a Python structure from which its copies in the workers are worth mentioning."""
+
+
+def _copied(config: EpochConfig) -> list[str]:
+    """What of the dataset each worker process comes to have a copy of, because it is made of Python objects."""
+    method = start_method(config)
+    if method in (THREADS, "service"):
+        return []
+    how = (
+        "comes to copy as it reads them, because it counts references in them" if method == "fork" else "has a copy of"
+    )
+    return [
+        f"sharing: {name} has {number:,} Python objects, which each worker {how}; asyncloader.share keeps one for all"
+        for name, number in _large_structures(config.dataset, "dataset")
+    ]
+
+
+def _large_structures(dataset: Any, name: str) -> Iterator[tuple[str, int]]:
+    """Names and lengths of large lists, tuples, dicts and sets in a dataset's attributes, and in those of the datasets
+    that it is a view of.
+    """
+    for key, value in list(getattr(dataset, "__dict__", {}).items()):
+        if type(value) in (list, tuple, dict, set) and len(value) >= _LARGE:
+            yield f"{name}.{key}", len(value)
+        elif isinstance(value, Dataset) and name.count(".") < 5:  # they may refer to one another
+            yield from _large_structures(value, f"{name}.{key}")
 
 
 def _collation(config: EpochConfig) -> str:

@@ -144,6 +144,8 @@ def _trouble(run: Run, waited_s: float) -> tuple[Bound, dict[str, float], str] |
             f"{run.retirements} workers were replaced in {run.batches} batches because their memory had grown beyond "
             f"worker_memory_limit={run.memory_limit}: raise it, or find what grows."
         )
+        if run.forks:
+            words += " A large list or dict of the dataset does, as forked workers read it: share() keeps one for all."
         return "memory", {"retirements": float(run.retirements)}, words
     return None
 

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, Recovery
+from asyncloader import AsyncDataLoader, DataLoader, Recovery, Subset
 from tests.helpers.datasets import Numbers
 
 
@@ -69,3 +70,34 @@ def test_the_table_for_notebooks_is_escaped() -> None:
     table = AsyncDataLoader[Any](Odd(3), batch_size=2)._repr_html_()
     assert "<td>&lt;b&gt;</td>" in table
     assert "<tr><th>batch_size</th><td>2</td></tr>" in table
+
+
+class Listed(Numbers):
+    """A dataset with a structure in Python's own memory."""
+
+    def __init__(self, names: Any) -> None:
+        super().__init__(4)
+        self.names = names
+
+
+@pytest.mark.parametrize(
+    ("names", "method", "words"),
+    [
+        (["a"] * 100_000, "fork", "dataset.dataset.names has 100,000 Python objects, which each worker comes to copy"),
+        (
+            dict.fromkeys(range(100_000)),
+            "spawn",
+            "dataset.dataset.names has 100,000 Python objects, which each worker has",
+        ),
+        (["a"] * 99_999, "fork", None),
+        (np.zeros(100_000), "fork", None),
+    ],
+)
+def test_structures_that_each_worker_copies_are_named(names: Any, method: str, words: str | None) -> None:
+    """Large structures of Python objects, also under a view of the dataset; no arrays, and none without processes."""
+    dataset = Subset(Listed(names), [0, 1])
+    loader = DataLoader[Any](dataset, num_workers=1, multiprocessing_context=method)
+    assert (words or "") in loader.explain()
+    assert ("sharing: " in loader.explain()) == (words is not None)
+    assert "sharing: " not in DataLoader[Any](dataset).explain()
+    assert "sharing: " not in DataLoader[Any](dataset, num_workers=1, workers="threads").explain()

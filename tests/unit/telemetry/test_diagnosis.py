@@ -160,6 +160,12 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
         {"worker_memory_limit": 4 << 20},
         "30 workers were replaced",
     ),
+    "forked workers that exceed their memory limit": (
+        run({}, worker(0.1, 0.5), worker(0.1, 0.5), retirements=30, memory_limit=1 << 20, forks=True),
+        "memory",
+        {"worker_memory_limit": 4 << 20},
+        "share() keeps one for all",
+    ),
     "a ring that is too small": (
         run({}, worker(0.1, 5, write=0.09), worker(0.1, 5, write=0.09), oversize=100, ring_needed=1 << 20),
         "ring",
