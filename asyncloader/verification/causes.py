@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -33,7 +34,7 @@ from asyncloader.verification.objects import (
     snapshot,
     unpicklable,
 )
-from asyncloader.verification.runs import Job, opened
+from asyncloader.verification.runs import Job, opened, read_before
 from asyncloader.verification.sources import Sources
 from asyncloader.verification.tokens import leaves, state_of_generator, token
 from asyncloader.verification.user_code import CodeLine, definition_of, rank
@@ -93,7 +94,7 @@ def state(make: Callable[[], Any], job: Job) -> dict[str, Any]:
 
     Args:
         make: the user's function.
-        job: ``at``: the batch's number; ``passes``: 2 if it differs when the epoch is read twice.
+        job: ``at``: the batch's number; ``passes``: 2 if it differs when an epoch was read before, as ``kind`` says.
     """
     seconds = job["seconds"]
     before, after = in_fork(lambda: _snapshots(make, job), seconds)
@@ -154,9 +155,8 @@ def _at(loader: Any, path: str) -> Kept | None:
 def _until(loader: Any, job: Job) -> Iterator[Any]:
     """Return an iterator that stands before the job's batch."""
     if job.get("passes") == 2:
-        for _ in islice(loader, job["batches"]):
+        for _ in read_before(loader, job["kind"], job["batches"]):
             pass
-        loader.set_epoch(0)
     batches: Iterator[Any] = iter(loader)
     for _ in range(job["at"]):
         next(batches)
@@ -175,6 +175,8 @@ def _restore(held: Kept, saved: Any) -> None:
     elif isinstance(value, dict | set):
         value.clear()
         value.update(saved)
+    elif isinstance(value, functools._lru_cache_wrapper):
+        value.cache_clear()
     elif isinstance(value, random.Random):
         value.setstate(saved.getstate())
     elif isinstance(value, torch.Generator):
@@ -243,7 +245,8 @@ def length(make: Callable[[], Any], job: Job) -> list[Any]:
 
 
 def sites(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]:
-    """Return the lines that ask for entropy, and the batch; with all answers frozen but for those of ``thawed``.
+    """Return the lines that ask for entropy, and the batch; with all answers frozen but for those of ``thawed``
+    and those at the import.
 
     Args:
         make: the user's function.
@@ -258,7 +261,8 @@ def sites(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]
         batch = next(_until(loader, job), None)
     sources.active = False
     found = [[name, *place] for name, place in sources.sites]
-    return {"sites": found[:50], "leaves": leaves(batch), "events": events[:30_000]}
+    imported = [[name, *place] for name, place in sources.imported[:50]]
+    return {"sites": found[:50], "imported": imported, "leaves": leaves(batch), "events": events[:30_000]}
 
 
 class _nothing:  # noqa: N801 - as `contextlib.nullcontext`

@@ -23,6 +23,9 @@ from typing import Any, Self
 import asyncloader
 from asyncloader.verification.descendants import descendants, end_all, marked
 
+OTHER_ORDER = 2
+"""The hash seed with which names in folders, too, come in another order: the reverse of the file system's."""
+
 _MARK = "ASYNCLOADER_VERIFY"
 _LARGEST_ANSWER = 64 << 20
 _KEPT_OUTPUT = 4000

@@ -20,9 +20,11 @@ import torch
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import run_in_thread
 from asyncloader.loader import DataLoader
+from asyncloader.options.auto_value import number_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.user_code import CodeLine, place_of
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 
 class CannotVerify(ValueError):
@@ -138,11 +140,13 @@ def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[A
             why = ": return the loader, not an iterator over it"
         elif isinstance(given, type):
             why = f": call the class {given.__name__}, and return the loader"
+        elif type(given).__name__ == "DataLoader2":
+            why = ": give a DataLoader its graph of datapipes, and return that"
         if given is None:
             raise CannotVerify("the function returned None: let it return the loader")
         raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
     if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
-        raise CannotVerify("the loader's workers are a service: verify a loader whose workers are processes")
+        raise CannotVerify("the loader's workers are a service: give a loader whose workers are processes")
     return loader
 
 
@@ -154,22 +158,22 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     method = context.get_start_method() if context is not None and hasattr(context, "get_start_method") else None
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
     dataset = loader.dataset
-    fetches = type(dataset).__dict__.get("__getitem__") or getattr(type(dataset), "__getitem__", None)
     plain_collate = loader.collate_fn is torch.utils.data.default_collate
     size = loader.batch_size
     whole_batches = size is not None and size % 2 == 0 and plain_collate and not iterable
+    kind = type(loader) if not ours or isinstance(loader, DataLoader) else AsyncDataLoader
     single = options is None or (options.rank is None and options.group is None and options.balance is None)
     # A sampler that divides the samples among ranks by itself has no batches of a single rank to compare with.
     single = single and replicas(loader.sampler, loader.batch_sampler) is None
     return {
-        "class": f"{type(loader).__module__.partition('.')[0]}.{type(loader).__name__}",
+        "class": f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
         "ours": ours,
         "seeded": options is not None and options.seed is not None,
         "iterable": bool(iterable),
-        "workers": loader.num_workers,
+        "workers": number_of(loader.num_workers),
         "threads": options is not None and options.workers == "threads",
         "method": method or torch.multiprocessing.get_start_method(allow_none=True) or _default_method(),
-        "asynchronous": inspect.iscoroutinefunction(fetches),
+        "asynchronous": is_async_dataset(dataset),
         "stateful": hasattr(dataset, "state_dict"),
         "ranks": bool(whole_batches and single),
         "worker_init_fn": loader.worker_init_fn is not None,

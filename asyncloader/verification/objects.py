@@ -157,7 +157,7 @@ def _class_data(kind: type) -> Iterator[Kept]:
         if (
             not name.startswith("__")
             and _is_data(value)
-            and isinstance(value, int | float | list | dict | set | _GENERATORS)
+            and isinstance(value, int | float | list | dict | set | functools._lru_cache_wrapper | _GENERATORS)
         ):
             path = f"{kind.__module__}.{kind.__qualname__}.{name}"
             yield Kept(path, functools.partial(getattr, kind, name), functools.partial(setattr, kind, name))

@@ -16,8 +16,8 @@ class Disturbance(NamedTuple):
     """A disturbed run.
 
     Attributes:
-        kind: ``"plain"``: with other workers. ``"again"``: the epoch is read twice by one loader. ``"break"``: left at
-            a batch, and begun again. ``"kill"``: a worker is killed. ``"resume"``: goes on from a state in a new
+        kind: ``"plain"``: with other workers. ``"again"``: by a loader that has read another epoch. ``"break"``: left
+            at a batch, and begun again. ``"kill"``: a worker is killed. ``"resume"``: goes on from a state in a new
             process. ``"ranks"``: cut into two ranks.
         workers: the number of workers.
         method: how they are started; None: without workers.
@@ -37,7 +37,7 @@ class Disturbance(NamedTuple):
             case "plain":
                 return some
             case "again":
-                return f"the epoch read twice, {some}"
+                return f"another epoch read before, {some}"
             case "break":
                 return f"left after batch {self.at} and begun again, {some}"
             case "kill":

@@ -87,11 +87,7 @@ def _steps(loader: DataLoader[Any], job: Job, result: dict[str, Any]) -> Iterato
     batches: list[dict[str, Any]] = result["batches"]
     length = _length(loader)
     if kind in {"again", "break"}:
-        for number, _ in enumerate(loader, 1):
-            yield number
-            if number >= (most if kind == "again" else at):
-                break
-        loader.set_epoch(0)
+        yield from read_before(loader, kind, most if kind == "again" else at)
     previous: tuple[Any, str] | None = None
     iterator = iter(loader)
     while len(batches) < most:
@@ -114,6 +110,18 @@ def _steps(loader: DataLoader[Any], job: Job, result: dict[str, Any]) -> Iterato
         yield len(batches)
     if length != (now := _length(loader)):
         result["lengths"] = [length, now]
+
+
+def read_before(loader: DataLoader[Any], kind: str, most: int) -> Iterator[int]:
+    """Read the batches that come before those of epoch 0: those of another epoch for "again", the first of the same for
+    "break". Yields their number so far.
+    """
+    loader.set_epoch(1 if kind == "again" else 0)
+    for number, _ in enumerate(loader, 1):
+        yield number
+        if number >= most:
+            break
+    loader.set_epoch(0)
 
 
 _END = object()

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from asyncloader.verification import causes
 from asyncloader.verification.descendants import adopt_orphans
+from asyncloader.verification.interpreter import OTHER_ORDER
 from asyncloader.verification.making import CannotVerify, IteratedAtImport, import_target
 from asyncloader.verification.runs import Job, described, look, run
 from asyncloader.verification.sources import Sources
@@ -49,7 +50,8 @@ def main(fd: int, target: str) -> None:
 
     torch.set_num_threads(1)
     sources = Sources()
-    sources.install()
+    sources.install(turned=os.environ.get("PYTHONHASHSEED") == str(OTHER_ORDER))
+    sources.importing = True  # in this process, which imports it and does nothing else
     serve(fd, target, lambda job, make, note: _carry_out(job, make, sources, note))
 
 
@@ -248,6 +250,7 @@ def _child(
 
 
 def _carry_out(job: Job, make: Callable[[], Any], sources: Sources, note: Callable[[str], None]) -> dict[str, Any]:
+    sources.importing = False  # in this fork
     match job["do"]:
         case "look":
             return look(make, job)

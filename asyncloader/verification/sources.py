@@ -1,4 +1,5 @@
-"""Records where user code asks for what no seed decides (entropy, clocks, process ids), and can freeze the answers.
+"""Records where user code asks for what no seed decides (entropy, clocks, process ids, the order of files), and can
+freeze the answers.
 
 Data path: user code -> [sources] -> records. Installed in processes of the verification before the user's module is
 imported, and in no other process.
@@ -11,9 +12,14 @@ whether the batches depend on that line.
 from __future__ import annotations
 
 import builtins
+import ctypes
+import datetime as dt
+import gc
+import glob
 import hashlib
 import io
 import os
+import pathlib
 import random
 import secrets
 import socket
@@ -23,15 +29,19 @@ import time
 import uuid
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from asyncloader.verification.user_code import CodeLine, place_of, rank
 
-_THROUGH = {random.__file__, uuid.__file__, secrets.__file__, __file__}
+_PATHLIB = (sys.modules[name] for name in ("pathlib._local", "pathlib._abc") if name in sys.modules)
+_THROUGH = {__file__, "<frozen os>"} | {
+    str(each.__file__) for each in (random, uuid, secrets, glob, pathlib, *_PATHLIB)
+}
 _CLOCKS = ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time")
 
 
@@ -40,13 +50,16 @@ class Sources:
 
     Attributes:
         active: whether questions are recorded.
+        importing: whether the module is being imported.
+        imported: the lines that asked meanwhile, which all got true answers.
         frozen: the sites whose answers are fixed; None: all.
         sites: the user's lines that asked, with the name of the function, and how often.
         opened: where files, sockets and connections were opened, by the ids of the objects.
     """
 
     def __init__(self) -> None:
-        self.active = False
+        self.active = self.importing = False
+        self.imported: list[tuple[str, CodeLine]] = []
         self.thawed: set[tuple[str, CodeLine]] | None = None
         self.sites: Counter[tuple[str, CodeLine]] = Counter()
         self.opened: dict[int, CodeLine] = {}
@@ -54,17 +67,24 @@ class Sources:
 
     def asks(self, name: str) -> int | None:
         """Record a question; return the number that a frozen answer follows from, None for the true answer."""
-        if not self.active:
+        if not self.active and not self.importing:
             return None
         place = self._asking(sys._getframe(2))
         if place is None:
             return None
         site = (name, place)
+        if self.importing:
+            self._note_import(site)
+            return None
         number = self.sites[site]
         self.sites[site] += 1
         if self.thawed is None or site in self.thawed:
             return None
         return int.from_bytes(hashlib.blake2b(f"{name} {place} {number}".encode(), digest_size=8).digest(), "big")
+
+    def _note_import(self, site: tuple[str, CodeLine]) -> None:
+        if rank(site[1].file) == 2 and site not in self.imported:  # not of the packages that it imports
+            self.imported.append(site)
 
     @staticmethod
     def _asking(frame: Any) -> CodeLine | None:
@@ -86,9 +106,15 @@ class Sources:
             self.opened[id(value)] = place
         return value
 
-    def install(self) -> None:
-        """Wrap the functions."""
+    def install(self, *, turned: bool) -> None:
+        """Wrap the functions.
+
+        Args:
+            turned: names in folders come in the reverse of the file system's order, which is as good as any.
+        """
         self._wrap_entropy()
+        self._wrap_listings(turned=turned)
+        self._wrap_dates()
         for name in _CLOCKS:
             setattr(time, name, self._clock(name, getattr(time, name)))
         pid = os.getpid
@@ -160,3 +186,76 @@ class Sources:
             numpy_seed(seed if number is None else number % 2**32)
 
         np.random.seed = seed_numpy
+
+    def _wrap_listings(self, *, turned: bool) -> None:
+        listdir, scandir = os.listdir, os.scandir
+
+        def names(*args: Any, **kwargs: Any) -> list[Any]:
+            place, found = self._asking(sys._getframe(1)), listdir(*args, **kwargs)
+            return found if place is None else self._ordered(found, None, ("os.listdir", place), turned=turned)
+
+        def entries(*args: Any, **kwargs: Any) -> Any:
+            place, found = self._asking(sys._getframe(1)), scandir(*args, **kwargs)
+            if place is None:
+                return found
+            with found:
+                return _Entries(self._ordered(list(found), attrgetter("name"), ("os.scandir", place), turned=turned))
+
+        os.listdir, os.scandir = names, entries
+        os.supports_fd |= {names, entries}  # which Python's own modules ask
+
+    def _wrap_dates(self) -> None:
+        """Wrap the clock of `datetime`, whose class takes no attributes: its dictionary does."""
+        kind = dt.datetime
+        members: Any = gc.get_referents(vars(kind))[0]
+        for name in ("now", "utcnow"):
+            members[name] = classmethod(self._date_clock(name, members[name]))
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
+
+    def _date_clock(self, name: str, plain: Any) -> Callable[..., dt.datetime]:
+        def read(cls: type[dt.datetime], tz: dt.tzinfo | None = None) -> dt.datetime:
+            number = self.asks(f"datetime.{name}")
+            if number is None:
+                now: dt.datetime = plain.__get__(None, cls)(*([tz] if name == "now" else []))
+                return now
+            return cls.fromtimestamp(1_700_000_000 + number % 10**9 / 1e6, tz)
+
+        return read
+
+    def _ordered(
+        self, found: list[Any], key: Callable[[Any], Any] | None, site: tuple[str, CodeLine], *, turned: bool
+    ) -> list[Any]:
+        """Return what is in a folder: frozen in the order of its names, thawed against it."""
+        if self.importing:
+            self._note_import(site)
+        if not self.active or self.thawed is None:
+            return found[::-1] if turned else found
+        self.sites[site] += 1
+        return sorted(found, key=key, reverse=site in self.thawed)
+
+
+class _Entries:
+    """The entries of a folder, as `os.scandir` gives them.
+
+    Args:
+        found: the entries.
+    """
+
+    def __init__(self, found: Iterable[Any]) -> None:
+        self._left: Iterator[Any] = iter(found)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._left)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the iteration. Idempotent."""
+        self._left = iter(())

@@ -5,12 +5,15 @@ Data path: batch, dataset -> [tokens] -> comparison.
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import random
+import sys
 import types
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ import torch
 _MOST_BYTES = 16 << 20  # of an array; an array of at least twice that number is sampled down to about it
 _MOST_ITEMS = 1000
 _MOST_LEAVES = 64
+_READABLE = {"list_iterator", "range_iterator", "tuple_iterator"}  # iterators whose rest can be looked at
 
 
 def token(value: Any, depth: int = 4) -> str:
@@ -63,6 +67,8 @@ def _text(value: Any, depth: int) -> str:
             return f"{value.__func__.__qualname__}"
         case io.IOBase():
             return type(value).__name__
+        case functools._lru_cache_wrapper():
+            return f"{value.__qualname__}:{value.cache_info()}"
         case itertools.count():
             return repr(value)
         case types.GeneratorType():
@@ -70,20 +76,42 @@ def _text(value: Any, depth: int) -> str:
             return "ended" if frame is None else f"generator:{frame.f_lasti}:{_text(frame.f_locals, inner)}"
         case _:
             pass
+    if hasattr(type(value), "__array_interface__"):  # as of an image, whose pixels are no attribute
+        with suppress(Exception):
+            return f"{type(value).__qualname__}:{_array(np.asarray(value), depth)}"
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
         return (
             f"{type(value).__qualname__}({_text({k: own[k] for k in own if not k.startswith('_asyncloader')}, inner)})"
         )
-    reduced = _position(value)
-    return f"{type(value).__qualname__}{reduced}"
+    return f"{type(value).__qualname__}{_text_without_dictionary(value, depth)}"
 
 
-def _position(value: Any) -> str:
-    """Return the position of an iterator over a list or a range."""
-    if type(value).__name__ in {"list_iterator", "range_iterator", "tuple_iterator"}:
-        return repr(value.__length_hint__())
-    return ""
+def _text_without_dictionary(value: Any, depth: int) -> str:
+    """Return a text of an object without a dictionary: the values of slots; of a class of Python's own what would be
+    pickled, such as what an iterator over a list has left; empty for another object, which may be large.
+    """
+    if hasattr(value, "__next__") and type(value).__name__ not in _READABLE:
+        return ""
+    names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
+    if names:
+        return _text({name: getattr(value, name) for name in names}, depth)
+    if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+        return ""
+    try:
+        reduced = value.__reduce_ex__(4)
+    except Exception:  # a lock, a file
+        return ""
+    if isinstance(reduced, str):
+        return reduced
+    # The arguments, the state; then the items of a list and of a dictionary, as iterators.
+    found = [list(itertools.islice(each, _MOST_ITEMS)) if hasattr(each, "__next__") else each for each in reduced[1:5]]
+    return _text(found, depth)
+
+
+def _slots(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
 
 
 def state_of_generator(value: Any) -> str | None:

@@ -69,8 +69,15 @@ def part_of(expected: dict[str, Any], got: dict[str, Any]) -> str:
 
 def entropy(name: str, where: CodeLine, number: int) -> Finding:
     """A line that asks for what no seed decides."""
-    says = _ENTROPY.get(name, f"reads the clock ({name})" if name.startswith("time.") else f"asks {name}")
-    advice = "leave the clock out of samples" if name.startswith("time.") else _SEEDED
+    if name in ("os.listdir", "os.scandir"):
+        text = (
+            f"takes files in the order that a folder has them in ({name}), and batch {number} is another one in another"
+        )
+        return at("random numbers", "problem", where, text, "sort the names", source=name, batch=number)
+    says = _ENTROPY.get(
+        name, f"reads the clock ({name})" if name.startswith(("time.", "datetime.")) else f"asks {name}"
+    )
+    advice = "leave the clock out of samples" if name.startswith(("time.", "datetime.")) else _SEEDED
     text = f"{says}, so that batch {number} is another one in each run with the same seed"
     return at("random numbers", "problem", where, text, advice, source=name, batch=number)
 
@@ -188,7 +195,7 @@ def broken(name: str, result: dict[str, Any], doing: str) -> Finding | None:
     if "late" in result:
         where = line_of_stacks(result["stacks"])
         if where is None:  # the loader itself, the start of processes, a busy machine
-            text = f"{doing} did not end in time{during}, and no line of the module was running"
+            text = f"{doing} did not end in time{during}, and no line of the module was running in the main process"
             # A disturbance may be slow. Of another run that has no result nothing was verified.
             return Finding(name, "note" if name == "disturbed run" else "problem", text, "give more --seconds")
         return at(

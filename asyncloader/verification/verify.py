@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
-from asyncloader.verification.interpreter import Interpreter, ServerEnded
+from asyncloader.verification.interpreter import OTHER_ORDER, Interpreter, ServerEnded
 from asyncloader.verification.plan import Disturbance, LoaderFacts, disturbances
 from asyncloader.verification.user_code import CodeLine
 
@@ -45,7 +45,7 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
         from asyncloader.errors import UnsupportedPlatform
 
         raise UnsupportedPlatform(f"asyncloader verify forks the processes of its runs, which {sys.platform} cannot do")
-    with Interpreter(target, 1) as here, Interpreter(target, 2) as elsewhere:
+    with Interpreter(target, 1) as here, Interpreter(target, OTHER_ORDER) as elsewhere:
         yield from Verification(here, elsewhere, seed, seconds).findings()
 
 
@@ -75,7 +75,7 @@ class Verification:
     """One verification. Interpreters may serve several, one after the other.
 
     Attributes:
-        here: the interpreter of all runs but those in `elsewhere`, which has another hash seed.
+        here: the interpreter of all runs but those in `elsewhere`, which has another hash seed and order of files.
     """
 
     def __init__(self, here: Interpreter, elsewhere: Interpreter, seed: int, seconds: float) -> None:
@@ -85,6 +85,7 @@ class Verification:
         self._facts: dict[str, Any] = {}
         self._expected: list[dict[str, Any]] = []
         self._base: dict[str, Any] = {}  # of the job of an undisturbed run
+        self._ambient = False  # whether the batches depend on generators of the process that nothing seeds
         self._ends = False  # whether the epoch ends with the last of these; then a run reads on, for one more
 
     def findings(self) -> Iterator[Finding]:
@@ -221,10 +222,15 @@ class Verification:
             if number is None and ((result.get("ended") and got < len(self._expected)) or got > len(self._expected)):
                 number = min(got, len(self._expected))
             if number is not None:
+                self._ambient = bool(ambient)
                 yield self._why_another(number, ambient), not ambient or self._facts["asynchronous"]
                 return
         yield (
-            Finding("repeated runs", "ok", "the same bytes with another hash seed, clock and state of generators"),
+            Finding(
+                "repeated runs",
+                "ok",
+                "the same bytes with another hash seed, clock, order of files and state of generators",
+            ),
             False,
         )
 
@@ -245,8 +251,14 @@ class Verification:
             return verdict.parts_ways(place, number, why, advice + verdict.OWN_GENERATOR, state)
         again = self._ask({**job, "thawed": []})
         if again.get("leaves") == one.get("leaves"):
-            why = "this line has another effect with another hash seed, as the order of a set of strings has"
-            return verdict.parts_ways(place, number, why, "sort a set before its order counts", state)
+            why = (
+                "this line has another effect in another process, as what follows from its hash seed has: hash() of a "
+            )
+            why += "string, the order of a set; or what it drew while the module was imported"
+            asked = [f"{CodeLine(*where)} ({name})" for name, *where in one.get("imported", [])[:3]]
+            why += f", at {', '.join(asked)}" if asked else ""
+            advice = "sort a set before its order counts, take zlib.crc32() for hash(), and give generators a seed"
+            return verdict.parts_ways(place, number, why, advice, state)
         why = "this line is the first with another effect"
         return verdict.parts_ways(place, number, why, verdict.OWN_GENERATOR, state)
 
@@ -280,7 +292,9 @@ class Verification:
         made, same = 0, list[str]()
         causes: set[str] = set()
         noted: set[str] = set()
-        drawn = list(disturbances(plan, self.seed))
+        # The epoch before would leave those generators in another state, as it does in training.
+        left_out = {"again", "break"} if self._ambient else set[str]()
+        drawn = [each for each in disturbances(plan, self.seed) if each.kind not in left_out]
         for each in drawn:
             late = self._time_is_up and made >= _ALWAYS
             if late or len(causes) >= _MOST_PROBLEMS:
@@ -292,10 +306,7 @@ class Verification:
             made += 1
             if finding is None:
                 same.append(str(each))
-            if (
-                finding is not None
-                and (cause := f"{finding.figures.get('path')} {finding.text.partition(':')[0]}") not in causes
-            ):
+            if finding is not None and (cause := _cause(finding)) not in causes:
                 if finding.state == "problem":
                     causes.add(cause)
                 elif cause in noted:
@@ -359,7 +370,7 @@ class Verification:
                 )  # fmt: skip
         job = {"do": "state", "workers": 0, "ambient": 0, "batches": len(self._expected), "at": number}
         if each.kind in ("again", "break"):
-            job |= {"passes": 2, "batches": each.at if each.kind == "break" else len(self._expected)}
+            job |= {"passes": 2, "kind": each.kind, "batches": each.at if each.kind == "break" else len(self._expected)}
         elif not number:
             job["at"] = min(1, len(self._expected) - 1)
         moves_on = self._facts["iterable"] and "passes" not in job  # each stream keeps its position
@@ -426,6 +437,14 @@ class Verification:
             "let all ranks draw the same order: from one seed and the epoch, not from the rank or the process",
             batch=number,
         )  # fmt: skip
+
+
+def _cause(finding: Finding) -> str:
+    """Return a text that findings of the same cause share: the kept value, the line, the error."""
+    figures = finding.figures
+    if "error" in figures:
+        return f"{figures['error']} {figures.get('line')}"
+    return f"{figures.get('path')} {finding.text.partition(':')[0].partition(' is another one with')[0]}"
 
 
 def _parting(one: dict[str, Any], two: dict[str, Any]) -> CodeLine | None:

@@ -112,6 +112,21 @@ def hash_order() -> Any:
     return loader(HashOrder())
 
 
+class FolderOrder(Rows):
+    def __init__(self) -> None:
+        folder = Path(tempfile.mkdtemp())
+        for number in range(32):
+            (folder / f"{number:02}").write_bytes(bytes([number]))
+        self.files = list(folder.iterdir())  # fault: folder_order
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([self.files[index].read_bytes()[0]])
+
+
+def folder_order() -> Any:
+    return loader(FolderOrder())
+
+
 class Awaiting(Rows):
     async def __getitem__(self, index: int) -> Any:
         await asyncio.sleep(0)
@@ -159,6 +174,20 @@ class Augmented(Rows):
 
 def own_generator() -> Any:
     return loader(Augmented(), shuffle=True)
+
+
+class Remembered(Rows):
+    def __init__(self) -> None:
+        self.cache: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.cache:
+            self.cache[index] = super().__getitem__(index) + torch.rand(2)  # fault: augmented_cache
+        return self.cache[index]
+
+
+def augmented_cache() -> Any:
+    return loader(Remembered())
 
 
 HISTORY: list[int] = []

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import warnings
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -18,6 +22,24 @@ _LARGE = np.zeros(12 << 20, np.float32)  # 48 MiB, of which bytes are sampled
 _LARGER = np.repeat(np.array([0, 1], np.float32), 6 << 20)
 
 
+@dataclass(slots=True)
+class Slotted:
+    """A sample without a dictionary."""
+
+    x: Any
+
+
+class Image:
+    """Pixels that numpy can read, and that are no attribute, as those of an image of PIL."""
+
+    def __init__(self, value: int) -> None:
+        self.read = np.full(4, value, np.uint8).view
+
+    @property
+    def __array_interface__(self) -> Any:
+        return self.read().__array_interface__
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -28,8 +50,26 @@ _LARGER = np.repeat(np.array([0, 1], np.float32), 6 << 20)
         (_LARGE, _LARGER),
         ([*"a" * 2000], [*"a" * 1999, "b"]),
         ({str(number): 0 for number in range(100)}, {str(number): number // 99 for number in range(100)}),
+        (Slotted(_DENSE), Slotted(_DENSE.T)),
+        (datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)),
+        (deque([1, 2], 3), deque([1, 3], 3)),
+        (array("d", [1.0]), array("d", [2.0])),
+        (Image(1), Image(2)),
     ],
-    ids=["conjugated", "sparse", "sparse rows", "nested", "large", "long list", "many parts"],
+    ids=[
+        "conjugated",
+        "sparse",
+        "sparse rows",
+        "nested",
+        "large",
+        "long list",
+        "many parts",
+        "slots",
+        "time",
+        "deque",
+        "array",
+        "image",
+    ],
 )
 def test_parts_of_a_batch_that_differ(one: Any, other: Any) -> None:
     """Have other tokens, whatever their layout and however many they are; equal ones have the same."""
