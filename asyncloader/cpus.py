@@ -66,8 +66,9 @@ def _quota() -> float | None:
         if len(found) != 2:
             found = [_text(f"{group}/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
         quota, period = found
-        if quota.strip() not in ("", "max", "-1") and period:
-            quotas.append(int(quota) / int(period))
+        with suppress(ValueError, ArithmeticError):  # "max", or whatever a container shows in its place
+            if (cpus := int(quota) / int(period)) > 0:  # -1: no quota
+                quotas.append(cpus)
     return min(quotas, default=None)
 
 

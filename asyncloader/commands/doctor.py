@@ -123,7 +123,9 @@ def _shared_memory() -> Iterator[Finding]:
             "shared memory",
             "problem",
             f"{in_bytes(_SEGMENT)} could not be had: {error}",
-            "give the machine, or the container, more memory; threads need none: workers='threads'",
+            "raise this limit"
+            if "ulimit" in str(error)
+            else "give the machine, or the container, more memory; threads need none: workers='threads'",
         )
         return
     rate = _SEGMENT / (perf_counter() - began)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.commands.findings import Finding, has_problem
+from asyncloader.commands.findings import Finding, has_problem, printable
 from asyncloader.commands.terminal import FindingPrinter, console_of, encode_all, print_json, print_line
 from asyncloader.commands.top_view import Snapshot, by_kind, process_text, ring_text, session_text, view
 from asyncloader.live.client import LoaderSocket, NotWatched, fetch_trace, open_sockets, receive_all, relay
@@ -81,10 +81,17 @@ def _one_second(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
     """The figures of a second: the first snapshot has those of the whole run."""
     for _ in range(2):
         receive_all(opened, _PATIENCE_S)
+    return _newest(opened)
+
+
+def _newest(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
+    """The newest snapshots. Raises NotWatched: there is none."""
     found = [each.latest for each in opened if each.latest is not None]
     if not found:
         names = ", ".join(str(each.path) for each in opened)
-        raise NotWatched(f"{names}: no answer in {_PATIENCE_S:g} seconds; the process may be stopped")
+        ended = all(each.ended for each in opened)
+        why = "has ended" if ended else f"no answer in {_PATIENCE_S:g} seconds; the process may be stopped"
+        raise NotWatched(f"{names}: {why}")
     return found
 
 
@@ -147,4 +154,11 @@ def _live(opened: Sequence[LoaderSocket]) -> int:
                 live.update(_understood(view, shown), refresh=True)
     except KeyboardInterrupt:
         return 0
+    # The screen is as it was before the view: its last words are to stay.
+    for line in _understood(_ended, _newest(opened)):
+        print_line(printable(line))
     return 0
+
+
+def _ended(found: Sequence[Snapshot]) -> list[str]:
+    return [f"{each['name']}, process {each['pid']}, has ended" for each in found]

@@ -103,6 +103,8 @@ def read(file: Path) -> TraceEvents:
         if data.count(b"{") + data.count(b"[") > _MOST_OBJECTS or data.count(b",") > _MOST_VALUES:
             raise ValueError(f"it has more than {_MOST_OBJECTS:,} objects, or {_MOST_VALUES:,} values")
         found = json.loads(data)
+        if not isinstance(found, dict):
+            raise TypeError("it is no object")
         facts, events = found["otherData"], found["traceEvents"]
         if not isinstance(events, list) or "loader" not in facts:
             raise ValueError("it says of no loader")

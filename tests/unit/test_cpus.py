@@ -73,12 +73,16 @@ def test_a_stage_computes_on_one_core_and_nobody_else_does() -> None:
         ),
         ("3:cpuset:/a\n", {"a/cpu.max": "100000 100000\n"}, None),
         (None, {"cpu.max": "100000 100000\n"}, None),
+        *[("0::/\n", {"cpu.max": text}, None) for text in ("50000 0", "much 100000", "-5 100000", "100000")],
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "", "cpu/cpu.cfs_period_us": "100000"}, None),
     ],
 )
 def test_the_tightest_quota_counts(
     own: str | None, files: dict[str, str], quota: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the control group and those above it, of either version; rounded up. None where nothing says one."""
+    """Of the control group and those above it, of either version; rounded up. None where nothing says one, or what
+    says it is no number of CPUs, as some containers show it.
+    """
     for name, text in files.items():
         path = tmp_path / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)

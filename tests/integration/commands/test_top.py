@@ -144,7 +144,7 @@ def test_the_page(running: DataLoader[Any]) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("ends", ["Ctrl-C", "the loader's end"])
 def test_in_a_terminal(ends: str, running: DataLoader[Any]) -> None:
-    """The view is renewed, and leaves with exit code 0, when it is asked to, or when the loader is closed."""
+    """The view is renewed, and leaves with exit code 0: when it is asked to, or with a line when the loader ends."""
     env = {**environment(), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"], "TERM": "xterm", "COLUMNS": "120"}
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "asyncloader", "top"]
@@ -169,4 +169,5 @@ def test_in_a_terminal(ends: str, running: DataLoader[Any]) -> None:
         os.close(ours)
         assert process.wait(PATIENCE_S) == 0, shown.decode(errors="replace")
     assert b"DataLoader of Numbers" in shown
+    assert (b", has ended" in shown) == (ends != "Ctrl-C")
     assert b"Traceback" not in shown
