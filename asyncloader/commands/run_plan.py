@@ -36,7 +36,7 @@ _MEANING = {
     "latency": "the round trips, with as many requests in flight as the loader has",
     "processors": "the number of CPUs",
     "decode": "decoding, which each worker does for one sample after the other",
-    "reading": "the CPU time of receiving, parsing and collating",
+    "reading": "the CPU time of requests, receiving, parsing and collating",
     "training step": "the training step, which the loader keeps busy",
 }
 
@@ -244,8 +244,10 @@ def _setting(setting: RunSetting, *, measured_rtt: bool) -> Finding:
 
 
 def _costs(facts: ShardFacts, costs: WorkerCosts) -> Finding:
-    each = facts.contents.sample_bytes()
+    contents = facts.contents
+    each, requests = contents.sample_bytes(), contents.reads(chain.from_iterable(facts.assignments)).requests
     parts = {
+        "request": costs.requesting * requests / contents.total,
         "receive": costs.receiving * each,
         "parse": costs.parsing * each,
         "decode": costs.decoding,

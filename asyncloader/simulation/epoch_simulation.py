@@ -83,6 +83,7 @@ class WorkerCosts:
     """CPU seconds in a worker.
 
     Attributes:
+        requesting: for each request, until its answer begins.
         receiving: for each byte: from the network to the parser.
         parsing: for each byte: of a compressed shard in a thread, while the worker goes on.
         decoding: for each sample.
@@ -90,6 +91,7 @@ class WorkerCosts:
         packed: the shards are compressed.
     """
 
+    requesting: float = 0.0
     receiving: float = 0.0
     parsing: float = 0.0
     decoding: float = 0.0
@@ -223,11 +225,14 @@ class _SimulatedEpoch:
         process = asyncio.Lock()
         compute = partial(self._processors.compute, process=process)
 
+        async def request() -> None:
+            await compute(costs.requesting)
+
         async def receive(nbytes: int) -> None:
             await compute(nbytes * costs.receiving)
             await self._processors.compute(nbytes * costs.parsing, None if costs.packed else process)
 
-        network = WorkerNetwork(setting.requests, setting.rtt_s, self._link, self._traffic, receive)
+        network = WorkerNetwork(setting.requests, setting.rtt_s, self._link, self._traffic, request, receive)
         shards = SimulatedShards(self._contents, self._grain, network, setting.read_ahead, setting.range_requests)
         stream = WorkerStream(self._contents.catalog, shards.open, self._sources[worker], 0)
         ended = False

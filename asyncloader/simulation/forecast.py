@@ -77,7 +77,7 @@ class Forecast:
             "latency": (replace(setting, rtt_s=0.0), costs),
             "processors": (replace(setting, cpus=setting.workers + 1.0), costs),
             "decode": (setting, replace(costs, decoding=0.0)),
-            "reading": (setting, replace(costs, receiving=0.0, parsing=0.0, collating=0.0)),
+            "reading": (setting, replace(costs, requesting=0.0, receiving=0.0, parsing=0.0, collating=0.0)),
             "network": (replace(setting, bandwidth=None), costs),
             "training step": (replace(setting, step_s=0.0), costs),
         }

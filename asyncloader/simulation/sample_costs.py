@@ -25,6 +25,8 @@ from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.simulation.epoch_simulation import WorkerCosts
+from asyncloader.transports import Transport
+from asyncloader.transports.base import gather_all
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.stream_fetcher import WorkerStreamFetcher
@@ -43,6 +45,7 @@ _DECODED = 32  # samples
 _BATCHES = 4
 _BATCHED = 4096  # samples
 _LEAST_S = 0.02  # of repetitions
+_REQUESTS, _ROUNDS = 8, 3  # as many at a time; and how often
 _MOST_TIMES = 20
 
 T = TypeVar("T")
@@ -84,6 +87,7 @@ async def measure(
     if inspect.iscoroutinefunction(decode):
         raise ValueError("decode is a coroutine function, which waits for something: give its seconds, such as 2ms")
     chunks, receiving, whole = await _receive(shard, stores)
+    requesting = await _requesting(*stores.find(shard.url)) if chunks else 0.0
     nbytes = sum(map(len, chunks))
     found, parsing = _fastest(lambda: _parse(shard, chunks, whole=whole))
     if not found:
@@ -103,7 +107,7 @@ async def measure(
         batch = [samples[number % len(samples)] for number in range(batch_size)]
         uncollated = _collate(batch)
         batching = await _batching(shard, found, None if decode is None else samples, batch_size, bool(uncollated))
-    costs = WorkerCosts(receiving, parsing / nbytes, decoding, batching, packed)
+    costs = WorkerCosts(requesting, receiving, parsing / nbytes, decoding, batching, packed)
     return MeasuredSamples(costs, used / len(found), len(found), nbytes, uncollated)
 
 
@@ -131,6 +135,16 @@ async def _receive(shard: Shard, stores: Stores) -> tuple[list[bytes], float, bo
                 return chunks, seconds / max(1, timed), reader.done
             began = process_time()
     return chunks, seconds / max(1, timed), True
+
+
+async def _requesting(transport: Transport, path: str) -> float:
+    """Return the CPU seconds of a request over a connection that is open, with an answer of a byte."""
+    times: list[float] = []
+    for _ in range(_ROUNDS):
+        began = process_time()
+        await gather_all(transport.read_range(path, 0, 1) for _ in range(_REQUESTS))
+        times.append(process_time() - began)
+    return min(times[1:]) / _REQUESTS  # the first round opens the connections
 
 
 def _parse(shard: Shard, chunks: Sequence[bytes], *, whole: bool) -> list[Located]:

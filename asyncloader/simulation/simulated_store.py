@@ -24,16 +24,24 @@ class WorkerNetwork:
         rtt_s: from a request to the first byte of its answer.
         link: the network, which all workers share.
         traffic: counts.
+        request: called for each request; returns when the worker has sent it.
         receive: called with the number of bytes that have arrived; returns when the worker has received them.
     """
 
     def __init__(
-        self, requests: int, rtt_s: float, link: SharedLink, traffic: Traffic, receive: Callable[[int], Awaitable[None]]
+        self,
+        requests: int,
+        rtt_s: float,
+        link: SharedLink,
+        traffic: Traffic,
+        request: Callable[[], Awaitable[None]],
+        receive: Callable[[int], Awaitable[None]],
     ) -> None:
         self._slots = asyncio.Semaphore(requests)
         self._rtt_s = rtt_s
         self._link = link
         self._traffic = traffic
+        self._request = request
         self._receive = receive
 
     @asynccontextmanager
@@ -41,6 +49,7 @@ class WorkerNetwork:
         """Context of an answer: entered when its first byte arrives, and left when it is not read any more."""
         async with self._slots:
             self._traffic.request()
+            await self._request()
             await asyncio.sleep(self._rtt_s)
             yield
 

@@ -41,13 +41,16 @@ class Window:
         self._seen = np.zeros(content.objects, np.bool_)
         self._batches = 0
         self._first: float | None = None
-        self._began: tuple[float, float, int] | None = None  # clock, CPU seconds, samples
+        self._began: tuple[float, float, int, float] | None = None  # clock, CPU seconds, samples, of these for checks
+        self._checking = 0.0  # CPU seconds
         self._last = 0.0
         self._cpu: float | None = None
 
     def take(self, batch: Any) -> bool:
         """Check a batch, of shape (n, bytes of a sample); True at the end of the measured part."""
+        began = time.thread_time()
         self._seen[self._content.places(np.asarray(batch))] = True
+        self._checking += time.thread_time() - began
         return self._count(len(batch))
 
     def take_one(self, index: int, data: bytes) -> bool:
@@ -70,7 +73,7 @@ class Window:
         if self._began is None:
             if now - self._first >= WARM_UP_S:
                 cpu = tree_cpu()
-                self._began = (time.perf_counter(), cpu, self.samples)
+                self._began = (time.perf_counter(), cpu, self.samples, self._checking)
             return False
         if now - self._began[0] < self._seconds:
             return False
@@ -78,7 +81,8 @@ class Window:
         return True
 
     def result(self) -> dict[str, float]:
-        """Samples per second, CPU seconds per sample of this process and its descendants.
+        """Samples per second, CPU seconds per sample of this process and its descendants, and of these those for the
+        check of batches.
 
         Raises:
             WrongContent: a sample came twice.
@@ -88,9 +92,13 @@ class Window:
             raise WrongContent(f"{self.samples} samples came, and {came} different ones")
         if self._began is None or self._began[2] == self.samples:
             raise RuntimeError(f"the epoch of {self.samples} samples was over before the measurement began")
-        began, before, passed = self._began
+        began, before, passed, checked = self._began
         count = self.samples - passed
-        return {"rate": count / (self._last - began), "cpu": (cpu - before) / count}
+        return {
+            "rate": count / (self._last - began),
+            "cpu": (cpu - before) / count,
+            "check": (self._checking - checked) / count,
+        }
 
 
 def tree_cpu() -> float:

@@ -1,8 +1,8 @@
 """Compares predictions of runs over the store with the runs: `python -m tests.benchmarks.remote_forecast`.
 
 The prediction is that of `asyncloader plan` for the shards at the store's address. It knows nothing of the store, which
-shares the CPUs with the loader: so the CPU time that the store, and the measurement's check, need for a sample is
-measured before, and taken from the CPUs that the loader has.
+shares the CPUs with the loader: so the CPU time that the store needs for a sample is measured before, that of the
+measurement's check during the run, and both are taken from the CPUs that the loader has.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import asyncio
 import datetime as dt
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-import numpy as np
 import psutil
 
 from asyncloader.bridge import run_in_thread
@@ -32,8 +30,7 @@ from . import days
 from .harness import Results, run_job
 from .plan import Job
 from .remote import PAGE, ROUNDS, save
-from .remote_child import Window
-from .remote_content import SHARDS, Content, tar_size
+from .remote_content import SHARDS, tar_size
 from .remote_loaders import busy_member, shard_urls
 from .remote_plan import BATCH, OURS_TAR, WORKERS
 from .remote_store import running_store
@@ -49,7 +46,6 @@ their buffers and when they are read from these.
 """
 
 _BARE_SHARDS = 64
-_CHECKED = 50  # batches
 _ROUNDS = 8  # in which the CPUs that the store takes, and the rate, approach each other
 
 
@@ -174,21 +170,6 @@ def store_cost(store: str, kind: str) -> float:
     )
 
 
-def check_cost(kind: str) -> float:
-    """Measure the CPU seconds by which the measurement checks a sample."""
-    content, size = Content(), SHARDS[kind].size
-    batches = [
-        np.stack([np.frombuffer(content.object(at + each, size), np.uint8) for each in range(BATCH)])
-        for at in range(0, _CHECKED * BATCH, BATCH)
-    ]
-    window = Window(content, 60.0)
-    window.take(batches[0])
-    began = time.process_time()
-    for batch in batches:
-        window.take(batch)
-    return (time.process_time() - began) / (_CHECKED * BATCH)
-
-
 async def _drain(transport: HttpTransport, waiting: Iterator[int]) -> int:
     nbytes = 0
     for number in waiting:
@@ -204,10 +185,10 @@ def measure(cases: tuple[Case, ...], rounds: int, seconds: float) -> Results:
     with running_store() as store:
         for _ in range(rounds):
             with busy_cpus(WORKERS - 1):
-                others_s = {kind: store_cost(store, kind) + check_cost(kind) for kind in SHARDS}
+                of_store = {kind: store_cost(store, kind) for kind in SHARDS}
             for case in cases:
-                results.add(case.key, "predicted", predict(case, store, others_s[case.kind]))
                 output, _ = run_job(case.job(store, seconds))
+                results.add(case.key, "predicted", predict(case, store, of_store[case.kind] + output["check"]))
                 results.add(case.key, "measured", output["rate"])
                 ratio = results.ratio(case.key, "predicted", "measured")[0]
                 print(f"{case.title}: {output['rate']:,.0f} samples/s, predicted x {ratio:.2f}", file=sys.stderr)
@@ -236,8 +217,8 @@ def section(results: Results, dates: list[str], command: str) -> str:
                 f"What [`asyncloader plan`](commands.md#plan) predicts, beside what {WORKERS} workers with batches of "
                 f"{BATCH} read from tar shards. Written by `{command}`: medians of {rounds} rounds, measured on "
                 f"{' and '.join(dates)}. A difference of at most {WITHIN:.0%} is wanted. The store shares the CPUs: "
-                "the CPU time that it and the check need for a sample is measured before, and taken "
-                "from the prediction's CPUs."
+                "the CPU time that it needs for a sample is measured before, that of the check during the run, and "
+                "both are taken from the prediction's CPUs."
             ),
             table(results),
         ]

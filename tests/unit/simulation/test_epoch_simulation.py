@@ -17,7 +17,7 @@ from asyncloader.simulation.contents import Contents
 from asyncloader.simulation.epoch_simulation import RunSetting, Simulated, WorkerCosts, simulate
 from asyncloader.simulation.forecast import Forecast
 from asyncloader.simulation.parquet_layout import GroupReads, ParquetLayout
-from asyncloader.telemetry.prediction import CROWDED
+from asyncloader.telemetry.prediction import BATCH_COST_S, CROWDED
 
 TAR, LINES = ShardFormat("tar", None), ShardFormat("jsonl", None)
 MIB = 1 << 20
@@ -36,13 +36,15 @@ def run(contents: Contents, setting: RunSetting, costs: WorkerCosts = FREE) -> S
 
 
 def test_known_rates() -> None:
-    """A run that one part alone limits is as fast as that part: the network, decoding, the CPUs, the step."""
+    """A run that one part alone limits is as fast as that part: the network, decoding, requests, the CPUs, the step."""
     large = shards(256, 4 * MIB, 64)  # samples of 64 KiB
     assert run(large, replace(PLAIN, rtt_s=0.02, bandwidth=1e8)).rate == pytest.approx(1e8 / 65536, rel=0.03)
     decoding = WorkerCosts(decoding=2e-3)
     assert run(large, PLAIN, decoding).rate == pytest.approx(2 / 2e-3, rel=0.03)
     assert run(large, replace(PLAIN, cpus=1.5), decoding).rate == pytest.approx(1.5 / 2e-3 / CROWDED, rel=0.03)
     assert run(large, replace(PLAIN, step_s=0.05, rtt_s=0.05), decoding).rate == pytest.approx(32 / 0.05, rel=0.03)
+    of_shard = 2e-3 + 2 * BATCH_COST_S * 2 / 3  # a request, and the worker's part of two batches
+    assert run(large, PLAIN, WorkerCosts(requesting=2e-3)).rate == pytest.approx(2 * 64 / of_shard, rel=0.03)
     # Decompression runs in threads beside the loop: only the CPUs limit it.
     packed = WorkerCosts(parsing=4e-3 / 65536, packed=True)
     assert run(large, PLAIN, packed).rate > 1.5 * run(large, PLAIN, replace(packed, packed=False)).rate
