@@ -287,7 +287,7 @@ def test_an_interrupted_run_gives_what_it_would_have_given(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)  # half an hour where 20 processes want the two CPUs
 @settings(max_examples=1000, **SETTINGS)
 @given(cases())
 def test_many_interrupted_runs_give_what_they_would_have_given(case: Case) -> None:
