@@ -3,7 +3,8 @@
 Data path: worker -> node -> [connection] -> connection -> [connection] -> ring -> consumer.
 
 A batch's bytes are sent from the slot where the worker wrote them, and received into the slot where the consumer reads
-them. Neither side makes another copy, with or without TLS.
+them. Neither side makes another copy, with or without TLS, except of small batches: these are read together with what
+comes before and behind them, as a copy of them takes less time than a system call for each.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from asyncloader.service.protocol.frames import HEADER_BYTES, MOST_BODY, Header,
 from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
 
 _READ = 1 << 12  # small, because payload bytes that it reads are copied once more
+_SMALL = 96 << 10  # bytes of a payload that may be copied, and is sent together with its header
+_READ_SMALL = 1 << 18  # bytes that are read at a time while payloads are small
 _TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
 _FD_BYTES = socket.CMSG_SPACE(4)  # one, and with the padding of most systems a second
@@ -70,7 +73,9 @@ class Link:
         self.fds: deque[int] = deque()
         """The descriptor that came with a message, on a Unix socket, until it is taken."""
         self._tls = isinstance(sock, ssl.SSLSocket)
-        self._rest = bytearray()
+        self._buffer = memoryview(bytearray(_READ))
+        self._start = self._end = 0  # of the bytes in it that belong to no message yet
+        self._at_once = _READ  # bytes that are read into it at a time
         self._reading: tuple[Header, bytearray, memoryview] | None = None  # a message whose payload is not complete
         self._got = 0
         # The bytes that must have come before a poll reports them (SO_RCVLOWAT). A new socket reports each.
@@ -120,11 +125,21 @@ class Link:
             ConnectionError: the other end is closed.
         """
         nbytes = 0 if payload is None else payload.nbytes
-        head = memoryview(pack_header(kind, len(body), epoch, task, nbytes, traced=traced) + body)
+        head = pack_header(kind, len(body), epoch, task, nbytes, traced=traced) + body
+        done = 0
+        if nbytes <= _SMALL and not (self.unsent or self._tls) and fd < 0:
+            # In one call, which wakes the receiver once. After an error, `flush` raises it again.
+            with contextlib.suppress(OSError):
+                done = self.sock.sendmsg((head, payload)) if nbytes and payload is not None else self.sock.send(head)
+            if done == len(head) + nbytes:
+                if sent is not None:
+                    sent()
+                return True
         # Both are queued before any is sent: if sending raises, `close` still finds `sent`, and the ring gets its slot.
-        self.unsent.put(head, () if fd < 0 else (fd,), None if nbytes else sent)
+        if done < len(head):
+            self.unsent.put(memoryview(head)[done:], () if fd < 0 else (fd,), None if nbytes else sent)
         if payload is not None and nbytes:
-            self.unsent.put(payload.cast("B"), (), sent, owned=False)
+            self.unsent.put(payload.cast("B")[max(0, done - len(head)) :], (), sent, owned=False)
         return self.flush()
 
     def flush(self) -> bool:
@@ -165,13 +180,14 @@ class Link:
                     target.release()
                     yield Message(header, bytes(body))
             else:
-                number = self._fill()
+                room = self._room()
+                number = self._fill(room)
                 if number is None:
                     break
                 yield from self._split()
                 # TCP had no more bytes than these, so another call would find none. Not so with TLS, whose records may
                 # be shorter, nor on a Unix socket, where a call ends behind a message with a descriptor.
-                if number < _READ and not (self._tls or self._unix):
+                if number < room.nbytes and not (self._tls or self._unix):
                     break
             # Bytes that OpenSSL has decrypted already do not make the socket readable: the loop would not wake for
             # them.
@@ -182,34 +198,53 @@ class Link:
         self._wake_at(1 if self._reading is None else self._reading[0].payload - self._got)
 
     def _split(self) -> Iterator[Message]:
-        rest = self._rest
-        while self._reading is None and len(rest) >= HEADER_BYTES:
-            header = unpack_header(rest, self.most_body, self.most_payload if self.place else 0)
-            end = HEADER_BYTES + header.body
-            if len(rest) < end:
+        while self._reading is None and self._end - self._start >= HEADER_BYTES:
+            start, buffer = self._start + HEADER_BYTES, self._buffer
+            most_payload = self.most_payload if self.place else 0
+            header = unpack_header(buffer[self._start : start], self.most_body, most_payload)
+            end = start + header.body
+            if end > self._end:
                 return
-            body = bytes(rest[HEADER_BYTES:end])
+            body = bytes(buffer[start:end])
             if not header.payload:
-                del rest[:end]
+                self._start = end
                 yield Message(header, body)
                 continue
             assert self.place is not None  # otherwise the limit was 0, and the header was refused
             target = self.place(header).cast("B")
-            there = min(header.payload, len(rest) - end)
-            target[:there] = rest[end : end + there]
-            del rest[: end + there]
+            self._at_once = _READ_SMALL if header.payload <= _SMALL else _READ
+            there = min(header.payload, self._end - end)
+            target[:there] = buffer[end : end + there]
+            self._start = end + there
             if there == header.payload:
                 target.release()
                 yield Message(header, body)
             else:
                 self._reading, self._got = (header, bytearray(body), target), there
 
-    def _fill(self) -> int | None:
-        """Read up to `_READ` bytes into the rest. None: no byte was received, or the connection has ended."""
+    def _room(self) -> memoryview:
+        """The part of the buffer for the bytes that are read next, as many as should be read at once."""
+        rest, size = self._end - self._start, len(self._buffer)
+        if not rest:
+            self._start = self._end = 0
+            # A larger one was for a long body.
+            if size < self._at_once or size > _READ_SMALL:
+                self._buffer = memoryview(bytearray(self._at_once))
+        elif size - self._end < self._at_once:
+            wanted = rest + self._at_once
+            # Twice as large, as a long body takes many reads. It grows only as its bytes come.
+            larger = self._buffer if wanted <= size else memoryview(bytearray(max(wanted, 2 * size)))
+            larger[:rest] = self._buffer[self._start : self._end]
+            self._buffer, self._start, self._end = larger, 0, rest
+        return self._buffer[self._end : self._end + self._at_once]
+
+    def _fill(self, room: memoryview) -> int | None:
+        """Read into this part of the buffer. None: no byte was received, or the connection has ended."""
         try:
             if self._unix:
                 # Without CLOEXEC, a process that another thread starts at this moment would inherit the descriptors.
-                data, ancillary, _, _ = self.sock.recvmsg(_READ, _FD_BYTES, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+                cloexec = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+                number, ancillary, _, _ = self.sock.recvmsg_into([room], _FD_BYTES, cloexec)
                 for level, kind, given in ancillary:
                     if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                         # A truncated list may end within a descriptor.
@@ -218,12 +253,13 @@ class Link:
                 while len(self.fds) > 1:
                     close_quietly(self.fds.pop())
             else:
-                data = self.sock.recv(_READ)
+                number = self.sock.recv_into(room)
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
         except OSError:  # reset, timed out, no route, or broken TLS
-            data = b""
-        return self._count(len(data), data)
+            number = 0
+        self._end += number
+        return self._count(number)
 
     def _pull(self, target: memoryview) -> int | None:
         try:
@@ -232,7 +268,7 @@ class Link:
             return None
         except OSError:  # reset, timed out, no route, or broken TLS
             number = 0
-        return self._count(number, b"")
+        return self._count(number)
 
     def _wake_at(self, nbytes: int) -> None:
         """Let the socket count as readable once this number of bytes, or `_WAKE` of them, has been received."""
@@ -244,12 +280,11 @@ class Link:
             with contextlib.suppress(OSError):  # a closed connection is readable whatever the number
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
-    def _count(self, number: int, data: bytes) -> int | None:
+    def _count(self, number: int) -> int | None:
         if not number:
             self.ended = True
             return None
         self.received += number
-        self._rest += data
         return number
 
     # -------------------------------------------------------------------------------------------- closing
