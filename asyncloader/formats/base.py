@@ -85,13 +85,21 @@ class LocatedSamples(Sequence[Located]):
     Args:
         samples: the samples.
         resumes: the offset after each; of rows of a table, the number of the row after it.
+        further: returns the samples after them, as far as they can be made without waiting; None if none can. It raises
+            nothing: an error is raised where further samples are waited for. A slice does not have it.
     """
 
-    __slots__ = ("resumes", "samples")
+    __slots__ = ("further", "resumes", "samples")
 
-    def __init__(self, samples: Sequence[Sample], resumes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        samples: Sequence[Sample],
+        resumes: Sequence[int],
+        further: Callable[[], LocatedSamples | None] | None = None,
+    ) -> None:
         self.samples = samples
         self.resumes = resumes
+        self.further = further
 
     def __len__(self) -> int:
         return len(self.samples)

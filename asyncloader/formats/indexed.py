@@ -11,6 +11,8 @@ know that it is complete.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
@@ -27,6 +29,8 @@ cache before they are needed.
 
 STEP_SAMPLES = 16
 """Samples that are made at a time, at least."""
+
+_NEAR = 1 << 10  # edges that are kept as a list, in which one is found in a fraction of the time of an array
 
 
 class IndexedReader:
@@ -56,9 +60,12 @@ class IndexedReader:
         self._samples = len(edges) - 1
         self._whole = self._samples - last  # the sample from which on the format's reader goes on
         self._number = 0  # of the next sample
+        self._near: list[int] = edges[:_NEAR].tolist()  # some of the edges
+        self._first_near = 0  # number of the sample that begins at the first of them
         self._at = self._end = int(edges[0])  # offsets of the bytes that are here
-        self._data = b""
-        self._more: list[bytes] = []  # bytes behind `_data`, until a sample is complete
+        self._data = b""  # a chunk, or a sample that lies across chunks
+        self._more: deque[bytes] = deque()  # chunks behind `_data`
+        self._more_at = self._at  # the offset of the first of them
         self._reader: ShardReader | None = None  # of the format, once it goes on
 
     @property
@@ -85,23 +92,22 @@ class IndexedReader:
         if chunk:
             self._more.append(chunk if type(chunk) is bytes else bytes(chunk))
             self._end += len(chunk)
-        number, edges = self._number, self._edges
-        begin = int(edges[number])
-        if number < self._whole and int(edges[number + 1]) - begin > self._max:
+        number, near = self._number, self._near
+        place = number - self._first_near
+        begin = near[place]
+        if number < self._whole and near[place + 1] - begin > self._max:
             self._whole = number  # before its bytes are kept
         if self._misses_bytes():
             return []
-        if self._more:
-            rest = self._data[begin - self._at :]
-            self._data, self._at = b"".join([rest, *self._more] if rest else self._more), begin
-            self._more.clear()
-        data, at = self._data, self._at
         if number == self._whole:
-            self._reader, self._data = self._open(begin, self._samples - number), b""
-            return self._reader.feed(data[begin - at :])
-        near = max(int(np.searchsorted(edges, begin + STEP_BYTES)), number + STEP_SAMPLES)
-        ready = int(np.searchsorted(edges, self._end, "right")) - 1
-        bounds: list[int] = edges[number : min(ready, near, self._whole) + 1].tolist()
+            self._reader = self._open(begin, self._samples - number)
+            return self._reader.feed(self._take_all(begin))
+        if near[place + 1] > self._at + len(self._data):
+            self._turn_to(begin, near[place + 1])
+        data, at = self._data, self._at
+        enough = max(bisect_left(near, begin + STEP_BYTES, place), place + STEP_SAMPLES)
+        ready = bisect_right(near, at + len(data), place) - 1
+        bounds = near[place : min(ready, enough, place + self._whole - number) + 1]
         read, most = self._read, self._max
         samples: list[Sample] = []
         for start, stop in pairwise(bounds):
@@ -111,6 +117,9 @@ class IndexedReader:
                 break
             samples.append(sample)
         self._number = number + len(samples)
+        if self._number + STEP_SAMPLES >= self._first_near + len(near) < len(self._edges):
+            self._first_near = self._number
+            self._near = self._edges[self._number : self._number + _NEAR].tolist()
         return LocatedSamples(samples, bounds[1 : len(samples) + 1])
 
     def end(self) -> Sequence[Located]:
@@ -122,7 +131,36 @@ class IndexedReader:
         assert self._reader is not None
         return [*found, *self._reader.end()]
 
+    def _turn_to(self, begin: int, after: int) -> None:
+        """Have `_data` hold the sample at these offsets. Chunks are not joined to others: only a sample that lies
+        across them is copied.
+        """
+        more = self._more
+        if begin >= self._at + len(self._data):
+            while self._more_at + len(more[0]) <= begin:
+                self._more_at += len(more.popleft())
+            self._data, self._at = more.popleft(), self._more_at
+            self._more_at += len(self._data)
+            if after <= self._more_at:
+                return
+        parts = [self._data[begin - self._at :]]
+        while self._more_at + len(more[0]) < after:
+            parts.append(more.popleft())
+            self._more_at += len(parts[-1])
+        # The chunk stays: other samples lie behind this one.
+        parts.append(more[0][: after - self._more_at])
+        self._data, self._at = b"".join(parts), begin
+
+    def _take_all(self, begin: int) -> bytes:
+        """Return all bytes from an offset on, and forget them."""
+        rest, more = self._data[begin - self._at :], b"".join(self._more)
+        # `_data` and the first chunk behind it may have bytes in common.
+        behind = more[max(begin, self._at + len(self._data)) - self._more_at :]
+        self._data = b""
+        self._more.clear()
+        return rest + behind if rest else behind
+
     def _misses_bytes(self) -> bool:
         """Whether the next sample, which is to be read here, is not complete."""
         number = self._number
-        return number < self._whole and int(self._edges[number + 1]) > self._end
+        return number < self._whole and self._near[number + 1 - self._first_near] > self._end

@@ -49,6 +49,7 @@ class RangeReading:
     def __init__(self, open: Open, shard: Shard, shard_range: AnyRange) -> None:
         self.shard_range = shard_range
         self._found: list[Located] | LocatedSamples = []  # what was read last
+        self._further: Callable[[], LocatedSamples | None] | None = None  # makes the samples behind them
         self._taken = 0  # of them
         self.bad: deque[ShardError] = deque()
         """Bad samples before, between and after the samples that `take` returns next, with which they arrive."""
@@ -95,10 +96,14 @@ class RangeReading:
         """
         begun, self._begun = self._begun, None
         called = monotonic()
-        self._running = True
+        self._running, self._further = True, None
         try:
             found = await (anext(self._stream) if begun is None else begun)
-            self._found, self._taken = found if isinstance(found, LocatedSamples) else list(found), 0
+            if isinstance(found, LocatedSamples):
+                self._found, self._further = found, found.further
+            else:
+                self._found = list(found)
+            self._taken = 0
         except TransportError as error:
             self.outdated = error.made_at < called
             raise
@@ -110,8 +115,22 @@ class RangeReading:
             self.bad.extend(self._reported)
             self._reported.clear()
 
+    def more_at_once(self) -> bool:
+        """Read more samples, like `more`, from bytes that have arrived. False: `more` must be called, which may raise
+        an error.
+        """
+        found = None if self._further is None else self._further()
+        if found is None:
+            self._further = None
+            return False
+        self._found, self._taken = found, 0
+        self.bad.extend(self._reported)
+        self._reported.clear()
+        return True
+
     async def aclose(self) -> None:
         """Stop reading. At the end of a loop, which cancels all tasks at once, another task may still be in `more`."""
+        self._further = None
         begun, self._begun = self._begun, None
         running: list[asyncio.Future[Any]] = []
         if begun is not None:
@@ -217,7 +236,7 @@ class StreamBuffer:
         Raises:
             Exception: the stream's error, after all chunks before it.
         """
-        while not self._chunks:
+        while (chunk := self.pop()) is None:
             if self._task.done():
                 self._task.result()
                 return None
@@ -227,6 +246,12 @@ class StreamBuffer:
             self._room.set()
             self._news.clear()
             await self._news.wait()
+        return chunk
+
+    def pop(self) -> bytes | None:
+        """Return the next chunk, None if it has not arrived."""
+        if not self._chunks:
+            return None
         chunk = self._chunks.popleft()
         self._held -= len(chunk)
         self._room.set()

@@ -10,8 +10,9 @@ to keep the loop responsive. Parquet is read by byte ranges instead: `parquet_re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import TypeAlias, cast
 
 from asyncloader.formats import (
@@ -19,6 +20,7 @@ from asyncloader.formats import (
     CompressedReader,
     IndexedReader,
     Located,
+    LocatedSamples,
     OnBad,
     ShardError,
     ShardRange,
@@ -165,6 +167,7 @@ async def read_shard_range(
                 thread=packed,
                 exact=segment is not None,
                 behind=BEHIND if segment is None and shard.format.name == "jsonl" else 0,
+                report=partial(_report_bad, on_bad, bad),
             )
         async with aclosing(found) as batches:
             try:
@@ -204,6 +207,7 @@ async def _push(
     thread: bool,
     exact: bool,
     behind: int,
+    report: Callable[[], None],
 ) -> AsyncGenerator[Sequence[Located], None]:
     """Feed `reader` to its end. Yields one sequence per call of the reader, including empty ones.
 
@@ -216,10 +220,12 @@ async def _push(
         thread: run the reader in a thread.
         exact: the last sample of the reader ends at `stop`.
         behind: bytes from `stop` on that the reader may need.
+        report: reports the bad samples that the reader has found so far.
     """
     parsing = JobThreads(1, "asyncloader-parse")
-    small = exact and not thread and not isinstance(reader, IndexedReader)
-    pieces = _FeedPieces(PIECE if small else chunk_size, chunk_size)
+    at_once = exact and not thread
+    small = at_once and not isinstance(reader, IndexedReader)
+    feeding = _Feeding(reader, PIECE if small else chunk_size, chunk_size, report if at_once else None)
     fed = chunk_size
 
     async def call(function: Callable[[bytes], Sequence[Located]], data: bytes) -> Sequence[Located]:
@@ -241,55 +247,98 @@ async def _push(
         data = b""
         with suppress(RangeOutOfBounds):
             (data,) = await pinned.read_ranges([(start, stop - start)])
-        for piece in pieces.cut(data):
-            found = await call(reader.feed, piece)
-            pieces.note(len(found))
-            yield found
-            while reader.pending:
-                yield await call(reader.feed, b"")
-            if reader.done:
-                return
+        feeding.add(data)
+        while (piece := feeding.next()) is not None:
+            yield feeding.found(piece, await call(reader.feed, piece))
+        if reader.done:
+            return
         start += len(data)
     chunks = pinned.stream(start=start, stop=None if stop is None else stop + behind, chunk_size=chunk_size)
     wanted = None if stop is None else max(stop - start, 0)
-    ahead = StreamBuffer(chunks, most=most, wanted=wanted)
+    feeding.buffer = ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:
         while (chunk := await ahead.next()) is not None:
-            for piece in pieces.cut(chunk):
-                found = await call(reader.feed, piece)
-                pieces.note(len(found))
-                yield found
-                while reader.pending:
-                    yield await call(reader.feed, b"")
-                if reader.done:
-                    return
+            feeding.add(chunk)
+            while (piece := feeding.next()) is not None:
+                yield feeding.found(piece, await call(reader.feed, piece))
+            if reader.done:
+                return
         yield await call(lambda _: reader.end(), b"")
     finally:
         parsing.close()
         await ahead.aclose()
 
 
-class _FeedPieces:
-    """Cuts chunks into the pieces that a reader is fed with.
+class _Feeding:
+    """Cuts chunks into the pieces that a reader is fed with; also feeds it, where samples are wanted without a wait.
 
     Args:
+        reader: the reader.
         size: bytes of the first pieces.
         most: bytes of a piece, where the samples are large.
+        report: reports the bad samples that the reader has found so far. None: the samples have no `further`.
     """
 
-    def __init__(self, size: int, most: int) -> None:
+    def __init__(
+        self, reader: ShardReader | IndexedReader, size: int, most: int, report: Callable[[], None] | None
+    ) -> None:
+        self._reader = reader
         self._size = size
         self._most = most
+        self._report = report
+        self.buffer: StreamBuffer | None = None
+        """Has the next chunks, as far as they have arrived. None: it has none yet."""
+        self._chunk, self._at = b"", 0
+        self._fault: Exception | None = None  # by which `_further` failed
 
-    def cut(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the pieces of a chunk in order; `note` may be called in between."""
-        at = 0
-        while at < len(chunk):
-            end = at + self._size
-            yield chunk[at:end]
-            at = end
+    def add(self, chunk: bytes) -> None:
+        """Go on with a chunk, once `next` has returned None."""
+        self._chunk, self._at = chunk, 0
 
-    def note(self, samples: int) -> None:
-        """Note how many samples a piece gave: after few of them, the next pieces are larger."""
-        if samples < PIECE_SAMPLES and self._size < self._most:
+    def next(self) -> bytes | None:
+        """Return the bytes to feed the reader with; None: it needs the next chunk, or is done.
+
+        Raises:
+            Exception: the reader has failed in `_further`.
+        """
+        if self._fault is not None:
+            fault, self._fault = self._fault, None
+            try:
+                raise fault
+            finally:
+                del fault  # its traceback refers to this frame
+        if self._reader.pending:
+            return b""
+        if self._at >= len(self._chunk) or self._reader.done:
+            self.add(b"")
+            if not self._reader.done and self.buffer is not None:
+                self.add(self.buffer.pop() or b"")
+            if not self._chunk:
+                return None
+        piece = self._chunk[self._at : self._at + self._size]
+        self._at += len(piece)
+        return piece
+
+    def found(self, piece: bytes, samples: Sequence[Located]) -> Sequence[Located]:
+        """Return the samples that the reader has made of a piece. After few of them the next pieces are larger."""
+        if piece and len(samples) < PIECE_SAMPLES and self._size < self._most:
             self._size = min(2 * self._size, self._most)
+        if self._report is None or not samples:
+            return samples
+        if isinstance(samples, LocatedSamples):
+            return LocatedSamples(samples.samples, samples.resumes, self._further)
+        return LocatedSamples([each[0] for each in samples], [each[1] for each in samples], self._further)
+
+    def _further(self) -> LocatedSamples | None:
+        """Feed the reader until it returns samples, as `LocatedSamples.further`."""
+        assert self._report is not None
+        found: Sequence[Located] = ()
+        try:
+            try:
+                while not found and self._fault is None and (piece := self.next()) is not None:
+                    found = self.found(piece, self._reader.feed(piece))
+            finally:
+                self._report()
+        except Exception as error:
+            self._fault = error
+        return found if isinstance(found, LocatedSamples) else None

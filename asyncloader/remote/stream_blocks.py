@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from functools import partial
 from itertools import islice, repeat, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -115,11 +115,11 @@ def _is_compressed(shard: Shard) -> bool:
     return (shard.format.compression if shard.mds is None else shard.mds.compression) is not None
 
 
-async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGenerator[list[Element], None]:
+async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGenerator[SegmentReading, None]:
     """Read segments one after the other. Those after the first mostly begin with their shard.
 
     Yields:
-        Non-empty lists of samples in order. A sample that cannot be read is replaced by its error.
+        The reading of a segment, each time that it may have samples: they are to be taken before the next step.
 
     Raises:
         TransportError: the store cannot be read, and the error is not about the samples.
@@ -131,64 +131,100 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
         while next_few:
             segment = next_few.pop(0)
             next_few += islice(segments, 1)
+            shard = shards.shards[segment.shard]
             try:
                 shard_range = early.pop(segment, None) or await shards.range_of(segment)
             except Exception as error:
                 if not is_about_sample(error):
                     raise
                 # The shard's samples alone: the stream goes on at the beginning of the next shard.
-                for errors in _repeated(error, segment.size):
-                    yield errors
+                yield SegmentReading.failed(shard, segment, error)
                 continue
-            reading = ahead.open(shard_range)
-            # Only what begins with its shard: where another begins may have to be read first.
-            for each in takewhile(lambda each: not each.first, next_few[len(early) :]):
-                if (known := shards.range_known(each)) is None:
-                    break
-                early[each] = known
-            ahead.look(shard_range, early.values())
-            shard = shards.shards[segment.shard]
-            # All other readers begin behind these samples.
-            skip = shard_range.skip if shard.format == CUSTOM else 0
-            read = _read_segment(reading, shard, segment, skip)
-            async with aclosing(reading), aclosing(read) as found:
-                async for elements in found:
-                    yield elements
+            async with aclosing(ahead.open(shard_range)) as reading:
+                # Only what begins with its shard: where another begins may have to be read first.
+                for each in takewhile(lambda each: not each.first, next_few[len(early) :]):
+                    if (known := shards.range_known(each)) is None:
+                        break
+                    early[each] = known
+                ahead.look(shard_range, early.values())
+                # All other readers begin behind these samples.
+                skip = shard_range.skip if shard.format == CUSTOM else 0
+                found = SegmentReading(reading, shard, segment, skip)
+                while found.left:
+                    await found.wait()
+                    yield found
 
 
-async def _read_segment(
-    reading: RangeReading, shard: Shard, segment: Segment, skip: int
-) -> AsyncGenerator[list[Element], None]:
-    left = segment.span
-    without = segment.left_out
-    while left:
-        found = _taken(reading, skip + left)
-        begin = segment.span - left
-        if not found:
-            missing = left - sum(number >= begin for number in without)
-            try:
-                await reading.more()
-            except StopAsyncIteration:
-                if not reading.bad:
-                    why = f"the shard has fewer samples than were counted: {left} are missing; it was replaced, or cut"
-                    for errors in _repeated(ShardError(why, url=shard.url), missing):
-                        yield errors
-                    return
-            except Exception as error:
-                if not is_about_sample(error):
-                    raise
-                for errors in _repeated(error, missing):
-                    yield errors
-                return
-            continue
-        skipped = min(skip, len(found))
-        skip -= skipped
-        found = found[skipped:]
-        left -= len(found)
-        if without:
-            found = [each for number, each in enumerate(found, begin) if number not in without]
-        if found:
-            yield found
+class SegmentReading:
+    """The samples of one segment in order, those that cannot be read replaced by their errors.
+
+    Args:
+        reading: reads the shard.
+        shard: the shard.
+        segment: the segment.
+        skip: samples that `reading` returns before those of the segment.
+    """
+
+    def __init__(self, reading: RangeReading | None, shard: Shard, segment: Segment, skip: int) -> None:
+        self._reading = reading
+        self._shard = shard
+        self._segment = segment
+        self._skip = skip
+        self.left = segment.span
+        """Samples of the shard that `wait` has to wait for."""
+        self._errors: Iterator[list[Element]] = iter(())  # in place of the samples that are not waited for
+
+    @classmethod
+    def failed(cls, shard: Shard, segment: Segment, error: Exception) -> Self:
+        """Return the reading of a segment of which nothing can be read."""
+        found = cls(None, shard, segment, 0)
+        found._fail(error)
+        return found
+
+    def take(self) -> list[Element]:
+        """Return some of the next samples, which are made without waiting; none: `wait` for them."""
+        reading, segment = self._reading, self._segment
+        while self.left and reading is not None:
+            found = _taken(reading, self._skip + self.left)
+            if not found:
+                if reading.more_at_once():
+                    continue
+                return found
+            if self._skip:
+                skipped = min(self._skip, len(found))
+                self._skip -= skipped
+                found = found[skipped:]
+            begin = segment.span - self.left
+            self.left -= len(found)
+            if segment.left_out:
+                found = [each for number, each in enumerate(found, begin) if number not in segment.left_out]
+            if found:
+                return found
+        return next(self._errors, [])
+
+    async def wait(self) -> None:
+        """Wait for further samples, after `take` has returned none.
+
+        Raises:
+            TransportError: the store cannot be read, and the error is not about the samples.
+        """
+        assert self._reading is not None
+        try:
+            await self._reading.more()
+        except StopAsyncIteration:
+            if not self._reading.bad:
+                why = f"the shard has fewer samples than were counted: {self.left} are missing; it was replaced, or cut"
+                self._fail(ShardError(why, url=self._shard.url))
+        except Exception as error:
+            if not is_about_sample(error):
+                raise
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        begin = self._segment.span - self.left
+        missing = self.left - sum(number >= begin for number in self._segment.left_out)
+        # A copy: the error's traceback refers to frames, which refer to this object.
+        self._errors, self.left = _repeated(copied(error), missing), 0
 
 
 def _repeated(error: Exception, count: int) -> Iterator[list[Element]]:
@@ -249,7 +285,8 @@ class StreamBlocks:
         self._held: list[Element] = []  # the loaded blocks one after the other, each in its order
         self._first = self._next.first  # number of the first sample that is held
         self._last = self._next.first  # that of the first sample of the last block
-        self._elements: AsyncGenerator[list[Element], None] | None = None
+        self._segments: AsyncGenerator[SegmentReading, None] | None = None
+        self._present: SegmentReading | None = None  # of the segment that is read; None while it is waited for
         self._read: list[Element] = []  # behind the last block that is complete
         self._loading: asyncio.Task[None] | None = None
 
@@ -264,9 +301,13 @@ class StreamBlocks:
     def found(self, first: int, stop: int) -> list[Element] | None:
         """Return the samples ``[first, stop)`` of the stream's order; None: they must be waited for, in `read`."""
         held, at, end = self._held, first - self._first, stop - self._first
-        if at < 0 or end > len(held):
+        if at < 0:
             return None
-        self.prepare(stop)
+        while end > len(held):
+            if not self._take_some():
+                return None
+        if stop > self._last:
+            self.prepare(stop)
         found = held[at:end]
         # Two batches in progress may need samples that lie next to each other.
         if (done := at - _KEPT * (end - at)) > _DROPPED and 2 * done > len(held):
@@ -296,41 +337,60 @@ class StreamBlocks:
         return found
 
     def prepare(self, stop: int) -> None:
-        """Begin to load the next block if samples up to `stop` are in the last one or behind it."""
-        if stop > self._last and not self._ended and (self._loading is None or self._loading.done()):
+        """Load some of the next block, or begin to, if samples up to `stop` are in the last one or behind it."""
+        if stop <= self._last or self._ended or self._take_some():
+            return
+        if self._loading is None or self._loading.done():
             self._loading = asyncio.create_task(self._load(), name="asyncloader-block")
             self._loading.add_done_callback(_retrieve)
 
+    def _take_some(self) -> bool:
+        """Make some samples whose bytes have arrived: a task for a few of them would cost as much as they do."""
+        if self._present is None or not (found := self._present.take()):
+            return False
+        self._read += found
+        self._arrange()
+        return True
+
     async def _load(self) -> None:
-        block, read = self._next, self._read
-        if self._elements is None:
-            read.clear()
-            self._elements = read_segments(self._shards, self._order.segments(self._stream, block.first))
+        if self._segments is None:
+            self._read.clear()
+            self._segments = read_segments(self._shards, self._order.segments(self._stream, self._next.first))
         try:
-            while len(read) < block.size:
-                read += await anext(self._elements)
+            while len(self._read) < self._next.size:
+                if self._present is not None and (found := self._present.take()):
+                    self._read += found
+                    continue
+                # Nothing may be taken meanwhile: the generator goes on with what was not taken.
+                self._present = None
+                self._present = await anext(self._segments)
         except BaseException:
             # Ended by the error, or by a cancellation: reading begins anew, at this block.
-            self._elements = None
+            self._segments = self._present = None
             raise
-        # All blocks whose samples are there already: they take no more memory, and no task each.
-        taken = 0
-        after: Block | None = block
-        while after is not None and taken + after.size <= len(read):
-            if self._order.shuffled:
-                self._held += [read[taken + place] for place in self._order.arranged(self._stream, after)]
-            else:
-                # As many of them as there are, all of one size, in the order in which they were read.
-                after = self._order.last_block(self._stream, after, len(read) - taken)
-                self._held += read[taken : after.first + after.size - block.first]
-            taken = after.first + after.size - block.first
-            self._last = after.first
-            after = self._order.block_after(self._stream, after)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Add the blocks whose samples are all there to those that are held."""
+        order, stream, read = self._order, self._stream, self._read
+        if not order.shuffled:
+            # In the order in which they were read, as many as there are.
+            self._held += read
+            read.clear()
+            share, end, size = order.share(stream), self._first + len(self._held), order.stretch(stream)[1]
+            self._last = end - share
+            self._next = Block(end // share, end, min(share, size - end))
+            self._ended = end >= size
+            return
+        taken, block = 0, self._next
+        while taken + block.size <= len(read) and not self._ended:
+            self._held += [read[taken + place] for place in order.arranged(stream, block)]
+            taken += block.size
+            self._last = block.first
+            after = order.block_after(stream, block)
+            block, self._ended = after or block, after is None
         del read[:taken]
-        if after is None:
-            self._ended = True
-        else:
-            self._next = after
+        self._next = block
 
     async def aclose(self) -> None:
         """Stop reading."""
@@ -338,11 +398,11 @@ class StreamBlocks:
         if loading is not None and not loading.done():
             loading.cancel()
             await wait_until_done([loading])
-        elements, self._elements = self._elements, None
+        segments, self._segments, self._present = self._segments, None, None
         self._held.clear()
         self._read.clear()
-        if elements is not None:
-            await elements.aclose()
+        if segments is not None:
+            await segments.aclose()
 
 
 def _retrieve(loading: asyncio.Task[None]) -> None:

@@ -153,13 +153,18 @@ class StreamOrder:
         """Return the number of global batches that a lane has."""
         return (self._steps - lane + LANES - 1) // LANES
 
+    def share(self, stream: int) -> int:
+        """Return the number of samples that each global batch of a stream's lane takes from it."""
+        part = stream % self.parts
+        return self._bounds[part + 1] - self._bounds[part]
+
     def read_of(self, stream: int, steps: int) -> int:
         """Return the number of a stream's samples that the first `steps` global batches have."""
-        lane, part = divmod(stream, self.parts)
+        lane = stream // self.parts
         if lane == LANES:
             return 0 if steps <= self._steps else self._rest
         turns = min(self._turns(lane), max(0, steps - lane + LANES - 1) // LANES)
-        return turns * (self._bounds[part + 1] - self._bounds[part])
+        return turns * self.share(stream)
 
     def stretch(self, stream: int) -> tuple[int, int]:
         """Return where a stream begins in the sequence of all samples, and its number of samples."""
@@ -195,12 +200,6 @@ class StreamOrder:
         first = block.first + block.size
         return None if first >= self.stretch(stream)[1] else self.block_at(stream, first)
 
-    def last_block(self, stream: int, block: Block, size: int) -> Block:
-        """Return the last block that ends within `size` samples from a block's first sample on; at least this block."""
-        end = min(block.first + size, self.stretch(stream)[1])
-        last = self.block_at(stream, end - 1)
-        return last if last.first + last.size <= end else self.block_at(stream, last.first - 1)
-
     @property
     def shuffled(self) -> bool:
         """Whether the blocks' samples are in another order than in the shards."""
@@ -218,9 +217,8 @@ class StreamOrder:
         return order
 
     def _first_block(self, stream: int) -> int:
-        part = stream % self.parts
-        each = self._bounds[part + 1] - self._bounds[part]
-        return min(each, self._buffer) if self._buffer else each
+        share = self.share(stream)
+        return min(share, self._buffer) if self._buffer else share
 
     # -------------------------------------------------------------------------------------------- segments
 

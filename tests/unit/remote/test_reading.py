@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncloader.formats import JsonlReader, ShardError, ShardFormat, ShardRange, ShardReader
+from asyncloader.formats import JsonlReader, Located, OnBad, ShardError, ShardFormat, ShardRange, ShardReader
 from asyncloader.remote.catalog import Shard, format_of
+from asyncloader.remote.prefetch import AnyRange, RangeReading
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_sizes import with_edges
-from asyncloader.remote.shard_splitting import CatalogRange, cut
+from asyncloader.remote.shard_splitting import CatalogRange, SampleEdges, SegmentRange, cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport, ReadFailed
-from tests.unit.remote.shards import MAKERS, drain, number_of, parquet, read_all, shard_of, tar
+from tests.unit.remote.shards import MAKERS, drain, jsonl, number_of, parquet, read_all, shard_of, tar
 
 COUNT = 40
 
@@ -151,6 +153,58 @@ async def test_bad_samples_are_told_of_in_the_loop() -> None:
             found = await read_all(Stores(transport=transport), Shard(url, format_of(url)), on_bad=on_bad)
             assert [sample["n"] for sample, _ in found] == [0, 1, 2]
             assert [error.offset for error in told] == [9, 27]
+
+
+async def everything_of(reading: RangeReading, *, at_once: bool) -> tuple[list[Any], int]:
+    """Return what a reading gives, in order, and how often it was waited for."""
+    found: list[Any] = []
+    waits = 0
+    async with aclosing(reading):
+        while True:
+            samples, resumes = reading.take(3, reading.bad[0].resume if reading.bad else None)
+            found += zip(map(number_of, samples), resumes, strict=True)
+            if samples or (at_once and not reading.bad and reading.more_at_once()):
+                continue
+            if reading.bad:
+                found.append(str(reading.bad.popleft()))
+                continue
+            waits += 1
+            try:
+                await reading.more()
+            except StopAsyncIteration:
+                return found, waits
+            except ShardError as error:
+                return [*found, str(error)], waits
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+@pytest.mark.parametrize("url", ["a.jsonl", "a.tar"])
+async def test_samples_of_bytes_that_are_there_need_no_wait(url: str, indexed: bool) -> None:
+    """They, the bad samples between them and the error at the end are as if each step had been waited for."""
+    data = jsonl(range(COUNT), size=3000) if url == "a.jsonl" else tar(range(COUNT), size=3000)
+    async with MemoryTransport({url: data}) as transport:
+        edges = [0, *(found.resume for found in await read_all(Stores(transport=transport), shard_of(url, ())))]
+    damaged = bytearray(data)
+    if url == "a.jsonl":
+        for number in (3, 4, 35):
+            damaged[edges[number]] = ord("!")
+    else:
+        del damaged[edges[-1] - 1000 :]
+    part = SegmentRange(0, most=COUNT, edges=SampleEdges(np.array(edges)) if indexed else None)
+    async with MemoryTransport({url: bytes(damaged)}) as transport:
+
+        def reading() -> RangeReading:
+            def opened(shard: Shard, part: AnyRange, on_bad: OnBad) -> AsyncGenerator[Sequence[Located], None]:
+                return read_shard_range(Stores(transport=transport), shard, part, on_bad=on_bad)
+
+            return RangeReading(opened, shard_of(url, ()), part)
+
+        expected, waits = await everything_of(reading(), at_once=False)
+        found, fewer = await everything_of(reading(), at_once=True)
+    assert found == expected
+    assert len(found) == COUNT
+    assert sum(isinstance(each, str) for each in found) == (3 if url == "a.jsonl" else 1)
+    assert fewer == 2 < waits
 
 
 async def test_bad_samples_at_the_end_are_told_of() -> None:
