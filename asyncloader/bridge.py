@@ -44,6 +44,11 @@ _INHERITED = _GONE.format("this is a forked child of the process that made it")
 
 RELEASE_SECONDS = 10.0
 """Longest wait for the end of dropped iterators: more than workers and datasets get to end."""
+SIGNALS_S = 1.0
+"""Seconds after which a thread that waits handles signals, if none has ended its wait. CPython looks for signals before
+it waits for a lock, and a signal that comes just then, or to another thread, does not end the wait: without a limit
+Ctrl-C would be lost.
+"""
 
 # Loop threads of this process that have not ended.
 _running: set[threading.Thread] = set()
@@ -251,7 +256,7 @@ class Bridge:
                 self._live_loop()
             raise
         try:
-            task = answers.get()
+            task = _first_of(answers)
         except BaseException:  # Ctrl-C
             # In the loop, which may not have launched it yet: the two calls keep their order.
             loop.call_soon_threadsafe(_cancel, launched)
@@ -270,6 +275,13 @@ class Bridge:
         if loop is None or os.getpid() != self._owner:
             raise LoaderClosed(_CLOSED if os.getpid() == self._owner else _INHERITED)
         return loop
+
+
+def _first_of(answers: queue.SimpleQueue[T]) -> T:
+    """Wait for the first answer."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=SIGNALS_S)
 
 
 async def in_thread(function: Callable[[], T]) -> T:

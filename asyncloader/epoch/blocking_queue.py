@@ -13,11 +13,9 @@ import queue
 from collections import deque
 from time import monotonic
 
+from asyncloader.bridge import SIGNALS_S
 from asyncloader.epoch.consumer import discard
 from asyncloader.events import Action
-
-_LONGEST_S = 1.0
-"""Seconds after which the consumer's thread handles signals, if none has ended its wait."""
 
 
 class BlockingQueue(deque[Action | None]):
@@ -51,10 +49,8 @@ class BlockingQueue(deque[Action | None]):
         self._waiting = True
         try:
             while not self:
-                left = _LONGEST_S if until is None else max(0.0, min(_LONGEST_S, until - monotonic()))
+                left = SIGNALS_S if until is None else max(0.0, min(SIGNALS_S, until - monotonic()))
                 with contextlib.suppress(queue.Empty):
-                    # CPython looks for signals before it waits for a lock, and a signal that comes just then, or to
-                    # another thread, does not end the wait: without a limit Ctrl-C would be lost.
                     self._wakes.get(timeout=left)
                     break
                 if until is not None and monotonic() >= until:

@@ -1,11 +1,16 @@
-"""Interrupts a call by Ctrl-C at each place where Python may check for signals, one place at a time."""
+"""Interrupts a call by Ctrl-C at each place where Python may check for signals, one place at a time; or by a signal
+that comes just before the call waits.
+"""
 
 from __future__ import annotations
 
 import dis
+import os
+import signal
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType, FrameType
 from typing import Any
@@ -86,3 +91,34 @@ class Interruption:
                 raise KeyboardInterrupt
         self.before[frame] = frame.f_lasti in _prompts(frame.f_code)
         return self.traced
+
+
+class Interrupt(Exception):
+    """Raised by a signal's handler, as Ctrl-C raises KeyboardInterrupt."""
+
+
+@contextmanager
+def unnoticed_signal(waits: Callable[[], bool]) -> Generator[None]:
+    """Send this process a signal as soon as `waits()`, whose handler raises `Interrupt` in the main thread. The system
+    gives it to another thread, so that it ends no wait of the main thread: so it is if it comes just before the wait.
+    """
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    def send() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        while not waits():
+            pass
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    handler = signal.signal(signal.SIGUSR1, interrupt)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.signal(signal.SIGUSR1, handler)

@@ -5,6 +5,7 @@ import gc
 import inspect
 import logging
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import uvloop
 
 from asyncloader.bridge import Bridge, in_thread, loop_factory, run_in_thread
 from asyncloader.errors import LoaderClosed
+from tests.helpers.interrupting import Interrupt, unnoticed_signal
 
 pytestmark = pytest.mark.loops
 
@@ -369,28 +371,25 @@ def test_a_task_that_exits_ends_the_call_and_not_the_loop(
     assert not thread.is_alive()
 
 
-def test_ctrl_c_ends_a_coroutine_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The coroutine is cancelled, and its thread has ended when the caller gets the KeyboardInterrupt."""
-    begun, ended = threading.Event(), list[threading.Thread]()
+def test_a_signal_ends_a_coroutine_in_a_thread_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that comes just before the wait. The coroutine is cancelled, and its thread has ended when the caller
+    gets the KeyboardInterrupt.
+    """
+    waiting, ended = threading.Event(), list[threading.Thread]()
 
-    class Interrupted:
-        """The queue for which the caller waits."""
-
-        def get(self) -> None:
-            assert begun.wait(60)
-            raise KeyboardInterrupt
-
-        def put(self, _: object) -> None: ...
+    class Answers(queue.SimpleQueue[Any]):
+        def get(self, block: bool = True, timeout: float | None = None) -> Any:
+            waiting.set()
+            return super().get(block, timeout)
 
     async def wait() -> None:
         try:
-            begun.set()
             await asyncio.get_running_loop().create_future()
         finally:
             ended.append(threading.current_thread())
 
-    monkeypatch.setattr("asyncloader.bridge.queue", SimpleNamespace(SimpleQueue=Interrupted))
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr("asyncloader.bridge.queue", SimpleNamespace(SimpleQueue=Answers, Empty=queue.Empty))
+    with unnoticed_signal(waiting.is_set), pytest.raises(Interrupt):
         run_in_thread(wait())
     (thread,) = ended
     assert not thread.is_alive()

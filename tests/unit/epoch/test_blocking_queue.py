@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 from asyncloader.epoch.blocking_queue import BlockingQueue
+from tests.helpers.interrupting import Interrupt, unnoticed_signal
 
 ROUNDS = 5_000
 
@@ -62,32 +61,9 @@ def test_a_wait_ends() -> None:
     assert not ready
 
 
-class Interrupt(Exception):
-    """Raised by the signal's handler, as Ctrl-C raises KeyboardInterrupt."""
-
-
 def test_a_signal_ends_a_wait_that_it_does_not_interrupt() -> None:
-    """The system gives it to another thread here. So it is if it comes just before the wait begins."""
+    """One that comes just before the wait."""
     ready = BlockingQueue()
-
-    def interrupt(*_: object) -> None:
-        raise Interrupt
-
-    def send() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
-        while not ready._waiting:
-            pass
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    handler = signal.signal(signal.SIGUSR1, interrupt)
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        with pytest.raises(Interrupt):
-            ready.wait(None)
-    finally:
-        thread.join()
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        signal.signal(signal.SIGUSR1, handler)
+    with unnoticed_signal(lambda: ready._waiting), pytest.raises(Interrupt):
+        ready.wait(None)
     assert not ready._waiting
