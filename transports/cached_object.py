@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
@@ -31,7 +31,7 @@ from asyncloader.transports.cache_layout import (
 from asyncloader.transports.cache_store import CacheFill
 from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.checks import check_range, check_start
-from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
+from asyncloader.transports.errors import RangesIgnored, ReadFailed, SizeUnknown, TransportError
 from asyncloader.transports.open_files import OpenFile, OpenFiles
 from asyncloader.transports.ranges import cut_pieces, split_pieces
 
@@ -74,6 +74,7 @@ class CachedObject(PinnedReader):
         self._looked = False
         self._version: ObjectInfo | None = None  # None: it cannot be cached
         self._asked = False  # the store has confirmed that it has this version
+        self._fetching = asyncio.Lock()  # held while the whole object is fetched for a read of a part
 
     @cached_property
     def local_name(self) -> str:
@@ -110,7 +111,7 @@ class CachedObject(PinnedReader):
             check_range(self.path, version.size, start, length)
         reading = _Reading(self, version)
         split = [split_range(start, length) for start, length in ranges]
-        found = await reading.read({piece for pieces in split for piece in pieces})
+        found = await self._read_pieces(reading, version, {piece for pieces in split for piece in pieces})
         reading.count()
         return [found[pieces[0]] if len(pieces) == 1 else b"".join(map(found.__getitem__, pieces)) for pieces in split]
 
@@ -267,7 +268,13 @@ class CachedObject(PinnedReader):
                 if stop is not None:  # after it, one block at a time: the reader rarely needs a second block
                     after = min(after, max(block + 1, -(-stop // BLOCK_BYTES)))
                 pieces = split_range(start, min(after * BLOCK_BYTES, version.size) - start)
-                found = await reading.read(pieces)
+                try:
+                    found = await self._read_pieces(reading, version, pieces)
+                except RangesIgnored:  # and the object cannot be cached
+                    async with aclosing(self._source.stream(start=start, chunk_size=chunk_size)) as chunks:
+                        async for chunk in chunks:
+                            yield chunk
+                    return
                 for piece in pieces:
                     data = found.pop(piece)
                     start += len(data)
@@ -275,6 +282,25 @@ class CachedObject(PinnedReader):
                         yield data[at : at + chunk_size]
         finally:
             reading.count()
+
+    async def _read_pieces(
+        self, reading: _Reading, version: ObjectInfo, pieces: Collection[Piece]
+    ) -> dict[Piece, bytes]:
+        """Read pieces. Without byte ranges the whole object is cached before; RangesIgnored if it cannot be cached."""
+        try:
+            return await reading.read(pieces)
+        except RangesIgnored:
+            if not self.cached.fills:
+                raise
+        async with self._fetching:  # the first read fetches it for all
+            entry = await self.cached.attempt(self.blocks_of(version).open_whole, CacheEntry.close)
+            if entry is not None:
+                await self.cached.pool.finish(entry.close)
+            else:
+                async with aclosing(self._stream_filling(version, BLOCK_BYTES)) as chunks:
+                    async for _ in chunks:
+                        pass
+        return await reading.read(pieces)
 
     async def _stream_filling(self, version: ObjectInfo, chunk_size: int) -> AsyncGenerator[bytes, None]:
         cached, source = self.cached, self._source

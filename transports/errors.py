@@ -9,6 +9,7 @@
         +-- ObjectTooLarge          larger than the caller's `max_bytes` (also a ValueError)
         +-- RangeOutOfBounds        the range ends after the object does (also a ValueError)
         +-- ReadFailed              the disk, server or network failed (also an OSError)
+        |   +-- RangesIgnored       the server has no byte ranges, and the range lies far inside the object
         |   +-- SizeUnknown         it can be read, but the store does not provide its size
         +-- WriteFailed             writing failed, or the store is for reading only (also an OSError)
         +-- TransportClosed         the transport was closed by `aclose()` (also a RuntimeError)
@@ -36,6 +37,7 @@ __all__ = [
     "ObjectNotFound",
     "ObjectTooLarge",
     "RangeOutOfBounds",
+    "RangesIgnored",
     "ReadFailed",
     "SizeUnknown",
     "TransportClosed",
@@ -136,6 +138,12 @@ class WriteFailed(TransportError, OSError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self.args, {**vars(self), "errno": self.errno}  # as in `ReadFailed`
+
+
+class RangesIgnored(ReadFailed):
+    """The server ignores byte ranges, and the range lies far inside the object: most of the answer would be dropped. A
+    stream reads it nevertheless.
+    """
 
 
 class SizeUnknown(ReadFailed):

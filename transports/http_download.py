@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import Download
-from asyncloader.transports.errors import SizeUnknown
+from asyncloader.transports.errors import RangesIgnored, SizeUnknown
 from asyncloader.transports.http_answers import (
     Version,
     content_length,
@@ -181,7 +181,11 @@ class HttpDownload(Download[HttpClient, Version]):
                 raise self._out_of_bounds(total)
             if self._position == self._start and self._skip > self._client.range_gap:
                 raise self._client.refusal(
-                    self._path, response, "it ignores Range; read whole objects, or use a server with byte ranges"
+                    self._path,
+                    response,
+                    "it ignores Range, so that bytes far inside an object cost all bytes before them: use a server "
+                    "with byte ranges, or cache_dir=, which fetches each object once as a whole",
+                    RangesIgnored,
                 )
         elif total is not None:
             check_size(self._path, total, self._max_bytes)

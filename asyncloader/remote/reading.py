@@ -35,7 +35,7 @@ from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange, StreamBuffer
 from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import PinnedReader, RangeOutOfBounds, TransportError
+from asyncloader.transports import PinnedReader, RangeOutOfBounds, RangesIgnored, TransportError
 from asyncloader.workers.fetch.threads import JobThreads
 
 MakeReader: TypeAlias = Callable[[str, ShardRange], ShardReader]
@@ -243,9 +243,10 @@ async def _push(
         return
     start = reader.feed_from
     if exact and stop is not None and 0 < stop - start <= AT_ONCE:
-        # Of a shard that ends earlier, the samples before its end are streamed below.
+        # Of a shard that ends earlier, the samples before its end are streamed below; from a server without
+        # byte ranges, all of them.
         data = b""
-        with suppress(RangeOutOfBounds):
+        with suppress(RangeOutOfBounds, RangesIgnored):
             (data,) = await pinned.read_ranges([(start, stop - start)])
         feeding.add(data)
         while (piece := feeding.next()) is not None:

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset, write_shards_sync
 from asyncloader.errors import ShardError
+from asyncloader.remote.reading import AT_ONCE
 from asyncloader.transports import ReadFailed, RetryPolicy
 from tests.helpers.http_store import HttpStore, broken, change, serving, status
 from tests.helpers.running import run_async
@@ -40,12 +41,15 @@ def number_in(sample: dict[str, Any]) -> int:
 @pytest.fixture(scope="module", params=FORMATS)
 def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Two shards, of four streams each, and their indexes."""
-    folder: Path = tmp_path_factory.mktemp(request.param)
-    field = "record" if request.param == "tfrecord" else "txt"
+    return written(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def written(folder: Path, ending: str) -> Files:
+    field = "record" if ending == "tfrecord" else "txt"
     made: list[dict[str, Any]] = [{"__key__": f"k{number:05d}", field: text_of(number)} for number in ALL]
-    if request.param == "tfrecord":
+    if ending == "tfrecord":
         made = [sample | {field: sample[field].encode()} for sample in made]
-    write_shards_sync(made, f"{folder}/s{{shard}}.{request.param}", max_samples=len(ALL) // SHARDS)
+    write_shards_sync(made, f"{folder}/s{{shard}}.{ending}", max_samples=len(ALL) // SHARDS)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
@@ -53,13 +57,13 @@ def shards_of(files: Files) -> list[str]:
     return sorted(name for name in files if re.fullmatch(r"s\d\..*", name))
 
 
-def make(store: HttpStore, files: Files, **options: Any) -> AsyncDataLoader[Any]:
-    """A loader of eight streams."""
+def make(store: HttpStore, files: Files, streams: int = 1, **options: Any) -> AsyncDataLoader[Any]:
+    """A loader of eight streams, or of several times eight."""
     for name, data in files.items():
         store.put(name, data)
     names = ["index.json"] if "index.json" in files else shards_of(files)
     dataset = RemoteIterableDataset(
-        [f"{store.url}/{name}" for name in names], streams=1, shuffle_buffer=24, storage_options={"retry": SOON}
+        [f"{store.url}/{name}" for name in names], streams=streams, shuffle_buffer=24, storage_options={"retry": SOON}
     )
     return AsyncDataLoader(dataset, batch_size=BATCH, seed=3, decode=number_in, **options)
 
@@ -193,3 +197,17 @@ def test_left_while_the_server_stalls(files: Files) -> None:
             assert [batch.tolist() async for batch in loader] == whole
 
     run_async(run())
+
+
+def test_short_streams_of_a_server_without_ranges(tmp_path: Path) -> None:
+    """A stream that is short enough to be read at once is read, too, where it lies far inside its shard."""
+    files = written(tmp_path, "tar")
+    found, store = run_async(epochs(files, without_ranges, streams=3))
+    assert [*ALL] == sorted(number for batch in found[1] for number in batch)
+    bounds = [
+        asked.removeprefix("bytes=").split("-")
+        for name in shards_of(files)
+        for asked in store.ranges_asked(name)
+        if asked
+    ]
+    assert any(int(first) > 1 << 20 and last and int(last) - int(first) < AT_ONCE for first, last in bounds)

@@ -18,6 +18,7 @@ from asyncloader.transports import (
     HttpTransport,
     ObjectNotFound,
     RangeOutOfBounds,
+    RangesIgnored,
     ReadFailed,
     RetryPolicy,
     SizeUnknown,
@@ -294,3 +295,25 @@ async def test_a_size_that_the_server_does_not_state(store: HttpStore, tmp_path:
             assert b"".join(await drain(transport.stream("a"))) == CONTENT
         with pytest.raises(SizeUnknown):
             await transport.size("a")
+
+
+async def test_a_cache_before_a_server_without_ranges(store: HttpStore, tmp_path: Path) -> None:
+    """The first read of a part far inside an object fetches the whole object, once. Where it cannot be kept, a range is
+    refused, and a stream is read.
+    """
+    store.ranges = False
+    whole, start = CONTENT * 2, 3 << 20
+    store.put("b", whole)
+    async with CachedTransport(opened(store), store.url, tmp_path) as transport:
+        for _ in range(2):
+            assert await transport.read_ranges("b", [(start, 10), (start + 9000, 10)]) == [
+                whole[start : start + 10],
+                whole[start + 9000 : start + 9010],
+            ]
+            async with aclosing(transport.pinned("b").stream(start=start + 5, stop=start + 15)) as chunks:
+                assert (await anext(chunks))[:10] == whole[start + 5 : start + 15]
+        assert [asked.method for asked in store.asked].count("GET") == 2
+    async with CachedTransport(opened(store), store.url, tmp_path / "other", 4096) as transport:
+        with pytest.raises(RangesIgnored, match="cache_dir="):
+            await transport.read_range("b", start, 10)
+        assert b"".join(await drain(transport.stream("b", start=start))) == whole[start:]

@@ -16,6 +16,7 @@ LEAVES: dict[type[errors.TransportError], type[Exception]] = {
     errors.ObjectTooLarge: ValueError,
     errors.RangeOutOfBounds: ValueError,
     errors.ReadFailed: OSError,
+    errors.RangesIgnored: OSError,
     errors.SizeUnknown: OSError,
     errors.WriteFailed: OSError,
     errors.TransportClosed: RuntimeError,
