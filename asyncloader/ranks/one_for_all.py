@@ -10,7 +10,8 @@ result counts, also a claimant that was only stopped for a while. A rank without
 fails, finds it out by itself.
 
 All calls to the store are made in threads, over a connection of their own: the trainer's is not held up, and a forked
-child does not share it. The result stays in the store as long as that exists.
+child does not share it. The result stays in the store as long as that exists. No rank gets it twice: after
+torch.distributed was shut down and initialized again on the same store, it is found out anew.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class OneForAll:
             number = _used.setdefault(world, Counter())
             number[name] += 1
             self._name += f"/{number[name]}"
+        self._token = secrets.token_hex(16)
         self._attempt = 0
 
     async def find(
@@ -119,7 +121,7 @@ class OneForAll:
         turns: list[_Turn] = []
         left = threading.Event()
         try:
-            await in_daemon(partial(_claim, self._name, self._attempt, turns, left))
+            await in_daemon(partial(_claim, self._name, self._token, self._attempt, turns, left))
         except RuntimeError as error:
             _log.debug("this rank asks for itself: %s", error)
             return None
@@ -207,7 +209,7 @@ class _Answer(NamedTuple):
 # --------------------------------------------------------------------------------------------- these block, in a thread
 
 
-def _claim(name: str, attempt: int, turns: list[_Turn], left: threading.Event) -> None:
+def _claim(name: str, token: str, attempt: int, turns: list[_Turn], left: threading.Event) -> None:
     """Claim an attempt, and add it to `turns`. Nothing is added where there are no other ranks, or torch's stores
     cannot be copied, as in 2.6. If the caller has left, the claim is given up again.
     """
@@ -220,15 +222,33 @@ def _claim(name: str, attempt: int, turns: list[_Turn], left: threading.Event) -
     if not hasattr(default, "clone"):
         return
     join_at_exit()
-    store: Any = PrefixStore(f"asyncloader/once/{name}/{attempt}", default.clone())
-    store.set_timeout(timedelta(seconds=60))
+    names: Any = PrefixStore(f"asyncloader/once/{name}", default.clone())
+    names.set_timeout(timedelta(seconds=60))
     rank = distributed.get_rank()
+    store: Any = PrefixStore(f"{_number_of_use(names, rank, token)}/{attempt}", names)
     own = f"{rank} {secrets.token_hex(16)}"
     claim = bytes(store.compare_set("claim", "", own))
     turn = _Turn(store, claim == own.encode(), rank, _rank_in(claim))
     turns.append(turn)
     if left.is_set():
         _give_up(turn)
+
+
+def _number_of_use(names: Any, rank: int, token: str) -> int:
+    """Return how often this rank has used these names before: in processes that had its number before, and before
+    torch.distributed was initialized again. The ranks use them equally often.
+
+    Args:
+        names: the store.
+        rank: this process's.
+        token: of this use; a repeated call has the same result.
+    """
+    number = 0
+    while names.check([f"{number}/over"]) or bytes(names.compare_set(f"{number}/{rank}", "", token)) != token.encode():
+        # For ranks that had no part in that use, and come after this rank: it is not theirs either.
+        names.set(f"{number}/over", "1")
+        number += 1
+    return number
 
 
 def _rank_in(claim: bytes) -> str:

@@ -109,7 +109,7 @@ class Listing:
         """Read a result that rank 0 has forged. Returns the error of the other rank."""
         from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-        store: Any = PrefixStore(f"asyncloader/once/{name}/1/0", _get_default_store())
+        store: Any = PrefixStore(f"asyncloader/once/{name}/1/0/0", _get_default_store())
         if not self.rank:
             store.set("claim", "rank 0")
             for number, piece in enumerate(pieces):
@@ -177,7 +177,7 @@ class Listing:
         log.setLevel(logging.INFO)
         try:
             if how == "claim" and self.rank == victim:
-                foreign: Any = PrefixStore(f"asyncloader/once/{name}/1/0", _get_default_store())
+                foreign: Any = PrefixStore(f"asyncloader/once/{name}/1/0/0", _get_default_store())
                 foreign.set("claim", claim)
                 store.set("claimed", "1")
             if self.rank != victim:
@@ -199,3 +199,38 @@ class Listing:
         """Return this rank's samples of two epochs of one loader."""
         with Stepwise("sync", RemoteIterableDataset(url, **dataset), batch_size=1, seed=3, decode=number_of) as run:
             return [[number for batch in run.epoch() for number in batch.tolist()] for _ in range(2)]
+
+    def initialized_again(self, port: int, asking: list[list[int]]) -> list[str]:
+        """Shut torch.distributed down, and initialize it a number of times on one store. Returns the results that this
+        rank gets: the time in which each was found out.
+
+        Args:
+            port: of the store, on this machine.
+            asking: the ranks that ask for a result each time, in this order.
+        """
+        store: Any = _distributed.TCPStore("127.0.0.1", port, self.world, not self.rank, use_libuv=False)
+        found: list[str] = []
+
+        async def find(time: int) -> str:
+            async def make() -> bytes:
+                return str(time).encode()
+
+            return (await OneForAll("again").find(make, bytes, bytes)).decode()
+
+        def meet(name: str) -> None:
+            if store.add(name, 1) == self.world:
+                store.set(f"all {name}", "1")
+            store.wait([f"all {name}"])
+
+        for time, ranks in enumerate(asking):
+            _distributed.destroy_process_group()
+            # gloo would take the address of the process group before for that of this one.
+            meet(f"left {time}")
+            store.delete_key(f"0//cpu//0/{self.rank}")
+            meet(f"comes {time}")
+            _distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.world)
+            for rank in ranks:
+                if rank == self.rank:
+                    found.append(asyncio.run(find(time)))
+                _distributed.barrier()
+        return found

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from hashlib import sha256
@@ -179,14 +180,16 @@ async def test_ranks_with_other_shards(two: RankGroup, hub: Hub, kind: str) -> N
         assert re.search(r"rank 1 has urls=\['.*/mds/.* and rank 0 has urls=\['.*/train/", text), text
 
 
-async def test_ranks_that_share_other_shards(two: RankGroup, hub: Hub) -> None:
-    """Each would read its half of another list."""
-    urls = [f"{ROOT}/train/", f"{ROOT}/mds/"]
+@pytest.mark.parametrize("other", ["mds", "copied"])
+async def test_ranks_that_share_other_shards(two: RankGroup, hub: Hub, other: str) -> None:
+    """Each would read its half of another list, or of another store's."""
+    for number in range(6):
+        hub.put(f"copied/part-{number}.tar", tar(range(6)))
+    urls = [f"{ROOT}/train/", f"{ROOT}/{other}/"]
     found = await asyncio.to_thread(two, "listed", "stream", urls, storage_options={"endpoint": hub.url})
-    mine, theirs = "6 shards from 'part-0.tar' to 'part-5.tar'", "6 shards from 'shard.00000.mds' to 'shard.00005.mds'"
     for text in found:
-        assert f"RanksDisagree: rank 1 reads {theirs}" in text
-        assert f"but rank 0 reads {mine}" in text
+        assert re.search(rf"RanksDisagree: rank 1 reads 6 shards from 'hf://.*/{other}/.* by 1 worker", text), text
+        assert re.search(r"but rank 0 reads 6 shards from 'hf://.*/train/part-0.tar' to .*/part-5.tar", text), text
 
 
 def test_a_list_that_is_too_large_for_the_store(two: RankGroup) -> None:
@@ -230,3 +233,12 @@ def assert_one_for_all(found: list[Any], lost: str) -> None:
     assert len({each[0] for each in found}) == 1
     assert sum(each[1] for each in found) == 1
     assert any(f"gives {lost} up, which was to ask the store" in line for each in found for line in each[2])
+
+
+def test_torch_distributed_initialized_again_on_one_store(tmp_path: Path) -> None:
+    """A rank gets no result of before, whichever comes first, and whichever had a part in it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with RankGroup(2, tmp_path) as group:
+        found = group("initialized_again", port, [[0, 1], [1, 0], [0], [0, 1], [1], [1, 0]])
+    assert found == [["0", "1", "2", "3", "5"], ["0", "1", "3", "4", "5"]]
