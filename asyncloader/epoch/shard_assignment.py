@@ -45,6 +45,7 @@ async def open_assignment(
         return None, starts
     from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
     from asyncloader.remote.shard_list import list_in_words
+    from asyncloader.remote.shard_splitting import RANGES_PER_WORKER
 
     dataset, here, workers = config.dataset, config.topology, len(starts)
     saved = progress.saved_assignment
@@ -65,7 +66,11 @@ async def open_assignment(
     )
     progress.assignment = assignments
     if progress.agreement is not None:
-        progress.agreement.reads = list_in_words(dataset.shard_urls)
+        reads = list_in_words(dataset.shard_urls)
+        # How many shards are cut, and in seeded mode the samples' random numbers, depend on the workers of a rank.
+        if config.seeded or len(dataset.shard_urls) < RANGES_PER_WORKER * workers * here.world_size:
+            reads += f" by {workers} workers" if workers > 1 else " by 1 worker"
+        progress.agreement.reads = reads
     return assignments, [
         start._replace(stream_key=stream_key(key, here.rank, workers, worker)) for worker, start in enumerate(starts)
     ]

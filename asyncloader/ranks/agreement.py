@@ -6,7 +6,7 @@ shards that the ranks share; the ranks of a map dataset know their equal counts.
 A rank that runs out of batches while the others continue would leave them waiting for ever in their next collective. So
 the ranks agree on each step before it is delivered: one small all-reduce, on a gloo group of the loader's own (never
 the trainer's), in a separate thread, as far ahead as batches are ready. If every rank knows its number of batches, a
-single reduction at the beginning of the epoch is enough. Ranks that share shards also compare these there.
+single reduction at the beginning of the epoch is enough. There they also compare what they read (`Agreement.reads`).
 
 All ranks take part in the same reductions in the same order, so each sees the same results. A rank that leaves an epoch
 early makes a last reduction that says so. The epochs of a loader are strictly ordered: an epoch's first reduction is
@@ -69,14 +69,15 @@ class Agreement:
         group: from `make_group`.
         count: number of batches of this rank; None if unknown.
         uneven_is_error: whether to raise if the ranks' epochs differ in length, instead of ending with the shortest.
-        compares: whether the ranks share their samples' source, which must then be equal: see `reads`. The same on
-            all ranks.
+        advice: why `reads` must be equal, for the error.
     """
 
-    def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool, compares: bool = False) -> None:
+    def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool, advice: str) -> None:
         self.reads: str | None = None
-        """This rank's view of the shared source, in words. To be set before its first step; None: not known."""
-        self._compares = compares
+        """What this rank reads, in words that must be equal on all ranks. To be set before its first step; None: not
+        known.
+        """
+        self._advice = advice
         self._group = group
         self._count = count
         self._error = uneven_is_error
@@ -209,8 +210,7 @@ class Agreement:
         for agreement in reversed(earlier):
             agreement._make_way()
         least, most = self._reduce(_UNKNOWN if self._count is None else self._count)
-        if self._compares:
-            self._compare()
+        self._compare()
         if least == _UNKNOWN:
             return
         self._limit = least
@@ -243,7 +243,7 @@ class Agreement:
                 )
 
     def _compare(self) -> None:
-        """Compare the sources of all ranks. All must call it, also those whose source is not known.
+        """Compare what all ranks read. All must call it, also those that do not know it.
 
         Raises:
             RanksDisagree: it differs.
@@ -259,13 +259,10 @@ class Agreement:
         self._over = True
         ranks = sorted(self._first_rank(mine == each) for each in (least, most))
         first, second = map(self._text_of, ranks)
-        raise RanksDisagree(
-            f"rank {ranks[1]} reads {second}, but rank {ranks[0]} reads {first}: the ranks share the samples of one "
-            "dataset, so give all of them the same. Ranks that each have a dataset of their own need group="
-        )
+        raise RanksDisagree(f"rank {ranks[1]} reads {second}, but rank {ranks[0]} reads {first}: {self._advice}")
 
     def _text_of(self, rank: int) -> str:
-        """Return the source that a rank reads, in words. All ranks must call it."""
+        """Return what a rank reads, in words. All ranks must call it."""
         words = np.zeros(_TEXT_BYTES // 8, np.int64)
         if rank == self._group.rank:
             text = (self.reads or "").encode(errors="replace")[:_TEXT_BYTES]

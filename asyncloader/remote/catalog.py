@@ -21,6 +21,9 @@ CUSTOM = ShardFormat("custom", None)
 
 PARQUET_ENDINGS = (".parquet", ".pq")
 
+BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
+"""Schemes of object stores: ``scheme://bucket/key``."""
+
 
 _ORIGIN = r"(?:[A-Za-z][A-Za-z0-9]*://(?:[A-Za-z0-9.-]+:[0-9]+(?=/))?)?"
 _PLAIN = re.compile(_ORIGIN + r"[A-Za-z0-9_./=-]+")

@@ -50,7 +50,7 @@ from asyncloader.remote.shard_sizes import (
     with_edges,
     with_sizes,
 )
-from asyncloader.remote.shard_splitting import CatalogRange, can_cut, cut, group_ranges, taken
+from asyncloader.remote.shard_splitting import RANGES_PER_WORKER, CatalogRange, can_cut, cut, group_ranges, taken
 from asyncloader.remote.shared_counting import Counting, count_samples, count_together
 from asyncloader.remote.shared_listing import SharedListing, names_of
 from asyncloader.remote.stores import LoopStores, Stores
@@ -64,10 +64,6 @@ from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
-
-RANGES_PER_WORKER = 4
-"""Fewer shards than this per worker are cut into this number of ranges per worker: enough to balance the epoch's end.
-"""
 
 SHUFFLE_BUFFER = 1000
 """Samples that are shuffled together with the loader's ``shuffle=True`` and no `shuffle_buffer`."""

@@ -11,8 +11,9 @@ from typing import Any
 
 from asyncloader.formats import ShardFormat
 from asyncloader.formats.mds import mds_entry, parse_mds_entry
-from asyncloader.remote.catalog import PlainShards, Shard
+from asyncloader.remote.catalog import BUCKETS, PlainShards, Shard
 
+_ANYWHERE = BUCKETS | {"hf"}  # schemes of URLs that name the same object on every host
 _TOGETHER = 10_000  # shards whose names are digested at once
 _COMPARED = 1000
 
@@ -83,15 +84,17 @@ def fingerprint_of(names: Sequence[str], shards: Sequence[Shard]) -> str:
 
 
 def list_in_words(names: Sequence[str]) -> str:
-    """Return a text that tells a list of shards from another list. The folders are left out: a rank may read a copy.
+    """Return a text that tells a list of shards from another list.
 
-    Of a long list every n-th name counts, so that it takes no time.
+    In an object store whole URLs count, and elsewhere the files' names: a rank may read a copy, or mount the folder at
+    another place. Of a long list every n-th name counts, so that it takes no time.
     """
-    files = [name.rpartition("/")[2] for name in (*names[:: 1 + len(names) // _COMPARED], *names[-1:])]
+    some = (*names[:: 1 + len(names) // _COMPARED], *names[-1:])
+    files = [name if name.partition("://")[0].lower() in _ANYWHERE else name.rpartition("/")[2] for name in some]
     if not files:
         return "no shards"
     digest = hashlib.blake2b("\n".join(files).encode(errors="surrogatepass"), digest_size=4).hexdigest()
-    return f"{len(names):,} shards from {files[0]!r:.80} to {files[-1]!r:.80} (digest {digest})"
+    return f"{len(names):,} shards from {files[0]!r:.160} to {files[-1]!r:.160} (digest {digest})"
 
 
 def _column(values: Any, length: int | None) -> list[Any]:

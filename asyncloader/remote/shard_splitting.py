@@ -18,6 +18,10 @@ import numpy.typing as npt
 from asyncloader.formats import ShardFormat, ShardRange, cut_shard
 from asyncloader.remote.catalog import PARQUET, PlainShards, Shard
 
+RANGES_PER_WORKER = 4
+"""Fewer shards than this per worker are cut into this number of ranges per worker: enough to balance the epoch's end.
+"""
+
 GROUP_BYTES = 32 << 20
 """Upper bound of the bytes in one assignment of several ranges: 0.3 s at 100 MB/s."""
 

@@ -28,6 +28,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from asyncloader.remote.catalog import BUCKETS
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
@@ -37,7 +38,6 @@ from asyncloader.transports.hub_names import HubDataset
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 _WEB = frozenset({"http", "https"})
-_BUCKETS = frozenset({"s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss"})
 
 _NOT_CACHED = frozenset({"file", "memory"})
 
@@ -190,7 +190,7 @@ class Stores:
             return Location("/", self._local_path(url))
         if scheme in _WEB:
             return self._web_location(url)
-        if scheme in _BUCKETS:
+        if scheme in BUCKETS:
             # Keys are used literally: they may contain "?", "#" and "%".
             bucket, _, key = url.partition("://")[2].partition("/")
             return Location(f"{scheme}://{bucket}", key)

@@ -11,8 +11,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from asyncloader.remote.assignment import Assignment
-from asyncloader.remote.dataset import RANGES_PER_WORKER
-from asyncloader.remote.shard_splitting import cut, group_ranges
+from asyncloader.remote.shard_splitting import RANGES_PER_WORKER, cut, group_ranges
 from asyncloader.simulation.contents import Contents
 from asyncloader.simulation.epoch_simulation import RunSetting, Simulated, WorkerCosts, simulate
 from asyncloader.telemetry.prediction import WORTH

@@ -37,6 +37,16 @@ from asyncloader.state.schema import check_exact, check_generators, check_length
 from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
+# Why ranks must read the same, for the error of those that do not.
+_SHARED = (
+    "the ranks share the samples of one dataset, so give all of them the same dataset and num_workers. Ranks that each "
+    "have a dataset of their own need group="
+)
+_NUMBERED = (
+    "with seed= a stream has its random numbers by its number among the streams of all ranks, so give each rank the "
+    "same num_workers; or datasets with the same loader_streams"
+)
+
 
 class StateKeeper:
     """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state."""
@@ -198,7 +208,12 @@ class StateKeeper:
             steps = _length(spec)
             if steps is not None:
                 steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
-        return Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error", compares=assigned)
+        advice = _SHARED if assigned else _NUMBERED
+        agreement = Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error", advice=advice)
+        if not assigned:
+            streams = config.loader_streams or max(1, config.num_workers)
+            agreement.reads = f"{streams} streams" if streams > 1 else "1 stream"
+        return agreement
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         streams = None

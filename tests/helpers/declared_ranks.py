@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from asyncloader.errors import RanksDisagree
 from tests.helpers.declared_streams import AwaitedStreams, Streams
 from tests.helpers.seeded_runs import Stepwise
 
@@ -55,3 +56,20 @@ class Declared:
                     if len(got) == 2 * len(parts):
                         got += run.rest()
         return [batch.tolist() for batch in whole], [batch.tolist() for batch in got]
+
+    def numbered(self, lengths: list[list[int]], *, declared: bool) -> str:
+        """Read streams of these lengths in seeded mode. Returns the error.
+
+        Args:
+            lengths: of each rank's streams.
+            declared: whether the dataset says their number, and is read without workers; otherwise each worker reads
+                one.
+        """
+        mine = lengths[self.rank]
+        dataset = Streams(mine) if declared else Streams(mine, loader_streams=None)
+        try:
+            with Stepwise("sync", dataset, seed=3, num_workers=0 if declared else len(mine)) as run:
+                run.epoch()
+        except RanksDisagree as error:
+            return str(error)
+        return ""

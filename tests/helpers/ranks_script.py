@@ -191,11 +191,14 @@ class Place(Listing, Declared):
         steps: int = 0,
         buffer: int = 0,
         cache_dir: str | None = None,
+        workers: list[int] | None = None,
         **options: Any,
     ) -> list[Ended]:
         """Read epochs of a loader over shards of numbers in a store; with `steps`, one epoch, saved there and
-        resumed. The text ``{rank}`` in `cache_dir` is replaced.
+        resumed. The text ``{rank}`` in `cache_dir` is replaced. `workers`: their number on each rank.
         """
+        if workers is not None:
+            options["num_workers"] = workers[self.rank]
         folder = None if cache_dir is None else cache_dir.format(rank=self.rank)
         dataset = dataset_of(url, shuffle_buffer=buffer, cache_dir=folder)
         options = with_method({"batch_size": 2, "seed": 3, **options})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -62,6 +63,17 @@ def test_ranks_share_shards(two: RankGroup, kind: str, workers: int, seed: int |
     check(ranks, sum(SIZES), 6)  # a rank may have only the two smallest shards, 12 samples, all of which it reads
     for epochs in ranks:
         assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize(("ending", "seed"), [("tar", 3), ("jsonl", None)])
+def test_ranks_with_other_numbers_of_workers(two: RankGroup, ending: str, seed: int | None, tmp_path: Path) -> None:
+    """They would cut the shards in another way, or give samples of two ranks the same random numbers."""
+    url = make_shards(tmp_path, (6,) * 4, ending=ending)
+    for [(batches, end)] in two("shards", url, workers=[1, 2], seed=seed):
+        assert not batches
+        assert re.search(
+            "RanksDisagree: rank 1 reads 4 shards from .* by 2 workers, but rank 0 .* by 1 worker: ", end
+        ), end
 
 
 @pytest.mark.thorough

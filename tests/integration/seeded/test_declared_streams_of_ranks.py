@@ -38,3 +38,13 @@ def test_the_numbers_of_workers_are_no_part_of_the_batches(
     drawn = [{tuple(sample[4:]) for batch in whole for sample in batch} for whole, _ in ranks]
     assert len(drawn[0] | drawn[1]) == sum(len(batch) for whole, _ in ranks for batch in whole)
     assert two("left") == two.held
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["streams", "workers"])
+def test_ranks_with_other_numbers_of_streams(two: RankGroup, declared: bool) -> None:
+    """Some of their streams would have the same random numbers."""
+    for text in two("numbered", [[2, 2], [2]], declared=declared):
+        assert text.startswith("rank 1 reads 1 stream, but rank 0 reads 2 streams: ")
+        assert "the same num_workers; or datasets with the same loader_streams" in text
+    assert two("numbered", [[2, 2], [2, 3]], declared=declared) == [""] * 2
+    assert two("left") == two.held

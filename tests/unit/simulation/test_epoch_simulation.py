@@ -9,9 +9,8 @@ import pytest
 
 from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.dataset import RANGES_PER_WORKER
 from asyncloader.remote.prefetch import MAX_PREFETCHED_RANGES
-from asyncloader.remote.shard_splitting import cut, group_ranges
+from asyncloader.remote.shard_splitting import RANGES_PER_WORKER, cut, group_ranges
 from asyncloader.simulation import epoch_simulation
 from asyncloader.simulation.contents import Contents
 from asyncloader.simulation.epoch_simulation import RunSetting, Simulated, WorkerCosts, simulate
