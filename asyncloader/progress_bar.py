@@ -69,12 +69,14 @@ class EpochProgress(Generic[B]):
         return shown
 
     def _shown(self, iterator: Any, counted: type[_Counted]) -> Any:
-        try:
-            total = len(self._loader)
-        except TypeError:
-            total = None
-        bar = _open_bar(self._title(), total, self._first_step(), self._unit)
+        bar = _open_bar(self._title(), self._total, self._first_step(), self._unit)
         return iterator if bar is None else counted(iterator, _Display(bar, self._statistics, self._diagnose))
+
+    def _total(self) -> int | None:
+        try:
+            return len(self._loader)
+        except (TypeError, NotImplementedError):
+            return None
 
 
 class _Bar(Protocol):
@@ -200,26 +202,28 @@ class _Display:
             bar.close()
 
 
-def _open_bar(title: str, total: int | None, done: int, unit: str) -> _Bar | None:
-    """Return a bar on standard error; None without a terminal, or a package that draws it."""
+def _open_bar(title: str, count: Callable[[], int | None], done: int, unit: str) -> _Bar | None:
+    """Return a bar on standard error; None without a terminal, or a package that draws it. `count` returns the number
+    of steps, and is called for a bar only: a dataset may read from a store for its length.
+    """
     if sys.stderr is None or not sys.stderr.isatty():
         return None
     for kind in (_Tqdm, _Rich):
         try:
-            return kind(title, total, done, unit)
+            return kind(title, count, done, unit)
         except ImportError:
             continue
     return None
 
 
 class _Tqdm:
-    def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
+    def __init__(self, title: str, count: Callable[[], int | None], done: int, unit: str) -> None:
         from tqdm import tqdm
 
         # Else tqdm starts a thread that watches its bars.
         kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
         self._bar = kind(
-            desc=title, total=total, initial=done, unit=unit, mininterval=0.0, miniters=1, dynamic_ncols=True
+            desc=title, total=count(), initial=done, unit=unit, mininterval=0.0, miniters=1, dynamic_ncols=True
         )
 
     def draw(self, steps: int, text: str) -> None:
@@ -231,7 +235,7 @@ class _Tqdm:
 
 
 class _Rich:
-    def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
+    def __init__(self, title: str, count: Callable[[], int | None], done: int, unit: str) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -243,7 +247,7 @@ class _Rich:
             TextColumn("{task.fields[text]}"),
         )
         self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-        self._task = self._progress.add_task(title, total=total, completed=done, text="")
+        self._task = self._progress.add_task(title, total=count(), completed=done, text="")
         self._begun, self._done = perf_counter(), 0
         self._unit = {"batch": "batches"}.get(unit, f"{unit}s")
         self._progress.start()

@@ -8,6 +8,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,8 @@ def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
 
     class Bar:
-        def __init__(self, title: str, total: int | None, done: int, unit: str) -> None:
-            shown.append([title, total, done, unit])
+        def __init__(self, title: str, count: Callable[[], int | None], done: int, unit: str) -> None:
+            shown.append([title, count(), done, unit])
 
         def draw(self, steps: int, text: str) -> None:
             shown[-1][2] += steps

@@ -9,12 +9,14 @@ import re
 import sys
 import termios
 import textwrap
+from collections.abc import Iterator
 from contextlib import aclosing
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.epoch.async_inline import AsyncInlineIterator
@@ -114,6 +116,16 @@ def test_a_bar_in_a_terminal(tmp_path: Path, package: str, program: str, workers
     assert "30/30" in text.rpartition("epoch")[2], "ten steps from the twentieth on"
 
 
+class Lengthless(IterableDataset[int]):
+    """A stream whose length is not to be asked for: that may mean to read from a store."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([1, 2])
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+
 def test_nothing_is_shown_without_a_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     """Then the loader's own iterator is returned, which costs nothing, and nothing is written."""
     loader = DataLoader(Numbers(4), batch_size=2)
@@ -121,6 +133,7 @@ def test_nothing_is_shown_without_a_terminal(capfd: pytest.CaptureFixture[str]) 
     assert type(iterator) is SyncInlineIterator
     assert len(list(iterator)) == 2
     assert type(aiter(AsyncDataLoader(Numbers(4)).progress())) is AsyncInlineIterator
+    assert next(iter(DataLoader(Lengthless(), batch_size=None).progress())) == 1
     with pytest.raises(TypeError, match="read with 'async for'"):
         iter(AsyncDataLoader(Numbers(4)).progress())
     assert capfd.readouterr() == ("", "")
