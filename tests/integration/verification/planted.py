@@ -292,7 +292,7 @@ class OneFile(Rows):
 
 
 def open_file() -> Any:
-    return loader(OneFile())
+    return loader(OneFile(), multiprocessing_context="fork")
 
 
 class Socket(Rows):
