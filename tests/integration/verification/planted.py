@@ -35,6 +35,8 @@ class Rows(Dataset[Any]):
 
 def loader(dataset: Any, **options: Any) -> Any:
     chosen: Any = {"batch_size": 4, "num_workers": 2} | options
+    if chosen["num_workers"]:
+        chosen = {"multiprocessing_context": "fork"} | chosen
     return torch.utils.data.DataLoader(dataset, **chosen)
 
 
@@ -292,7 +294,7 @@ class OneFile(Rows):
 
 
 def open_file() -> Any:
-    return loader(OneFile(), multiprocessing_context="fork")
+    return loader(OneFile())
 
 
 class Socket(Rows):
