@@ -9,6 +9,7 @@ import ctypes
 import math
 import os
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -60,21 +61,24 @@ def cpu_quota() -> int | None:
 
 
 def _quota() -> float | None:
-    quotas: list[float] = []
-    for group in _cpu_groups():
-        found = (_text(f"{group}/cpu.max") or "").split()
-        if len(found) != 2:
-            found = [_text(f"{group}/cpu.cfs_{name}_us") or "" for name in ("quota", "period")]
-        quota, period = found
+    groups = _cpu_groups()
+    limits = [text.split() for text in _texts([f"{group}/cpu.max" for group in groups])]
+    # Groups of the older version have two files.
+    older = [group for group, limit in zip(groups, limits, strict=True) if not limit]
+    quotas = _texts([f"{group}/cpu.cfs_quota_us" for group in older])
+    periods = _texts([f"{group}/cpu.cfs_period_us" for group in older])
+    found: list[float] = []
+    for limit in (*limits, *zip(quotas, periods, strict=True)):
         with suppress(ValueError, ArithmeticError):  # "max", or whatever a container shows in its place
-            if (cpus := int(quota) / int(period)) > 0:  # -1: no quota
-                quotas.append(cpus)
-    return min(quotas, default=None)
+            quota, period = map(int, limit)
+            if (cpus := quota / period) > 0:  # -1: no quota
+                found.append(cpus)
+    return min(found, default=None)
 
 
 def _cpu_groups() -> list[str]:
     groups: list[str] = []
-    for line in (_text(_OWN_GROUPS) or "").splitlines():
+    for line in _texts([_OWN_GROUPS])[0].splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "cpu" in controllers.split(","):
             # The group itself, and those above it.
@@ -83,14 +87,17 @@ def _cpu_groups() -> list[str]:
     return groups
 
 
-def _text(path: str) -> str | None:
-    """The text of a small file of the kernel's; None where there is none."""
-    # Without pathlib and a text file: a loader's constructor reads six, and this takes a fifth of the time.
-    try:
-        with FileIO(path) as file:
-            return file.readall().decode()
-    except OSError:
-        return None
+def _texts(paths: Iterable[str]) -> list[str]:
+    """The texts of small files of the kernel's; empty where there is none."""
+    texts: list[str] = []
+    # Without pathlib and text files: a loader's constructor reads six, and this takes a fifth of the time.
+    for path in paths:
+        try:
+            with FileIO(path) as file:
+                texts.append(file.readall().decode())
+        except (OSError, ValueError):
+            texts.append("")
+    return texts
 
 
 def use_one_core() -> None:

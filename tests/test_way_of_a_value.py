@@ -112,9 +112,9 @@ def constructor() -> Count:
     [
         (steady_batch, 55, 40),
         (inline_batch, 41, 29),
-        (second_iter, 199, 139),
-        (partial(second_iter, seed=1), 357, 259),
-        (constructor, 75, 21),
+        (second_iter, 203, 139),
+        (partial(second_iter, seed=1), 361, 259),
+        (constructor, 80, 21),
     ],
     ids=["batch", "batch without workers", "second iter", "second iter, seeded", "constructor"],
 )
