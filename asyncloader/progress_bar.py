@@ -75,7 +75,7 @@ class EpochProgress(Generic[B]):
     def _total(self) -> int | None:
         try:
             return len(self._loader)
-        except (TypeError, NotImplementedError):
+        except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
             return None
 
 

@@ -287,8 +287,8 @@ def tune(*, concurrent: bool) -> None:
     them again, and in a forked worker their pages stay shared.
 
     glibc would return the pages of freed samples to the system after each batch, and fault them in again for the next;
-    so the heap keeps its peak size, up to 256 MiB. For samples of some 100 KiB each, page faults took two thirds of a
-    worker's CPU time.
+    so the heap keeps its peak size, up to 256 MiB. For samples of two arrays of 256 KiB, page faults took two thirds of
+    a worker's CPU time.
 
     A few hundred samples in flight are some ten thousand objects, which survive every collection of the youngest
     generation; so the collector runs only after five times that number of allocations.
