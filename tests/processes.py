@@ -31,11 +31,15 @@ def children_of(pid: int) -> list[int]:
 
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process and its descendants, with those that have ended and were waited for."""
+    # Ticks are added up before they are divided: rounded seconds would depend on which process has them.
+    return _cpu_ticks(pid) / os.sysconf("SC_CLK_TCK")
+
+
+def _cpu_ticks(pid: int) -> int:
     with suppress(OSError):  # it has ended
         times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15]
-        own = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
-        return own + sum(map(cpu_seconds, children_of(pid)))
-    return 0.0
+        return sum(map(int, times)) + sum(map(_cpu_ticks, children_of(pid)))
+    return 0
 
 
 def _children_by_parent(pid: int) -> list[int]:
