@@ -38,6 +38,8 @@ from tests.verdicts.planted import AsyncPlanted, Locked, Planted, nothing, sleep
 BATCH = 8
 LENGTH = 200_000
 NUMBERS = (1, 2, 4, 8, 16, 32)
+AT_A_TIME = (8, 32, 64, 256)
+"""Fixed numbers where samples wait at a time in threads or coroutines, of which there may be more than processes."""
 FEWEST = 8
 """Batches that are read at least: two of them make a rate."""
 CHOOSES = None
@@ -52,12 +54,14 @@ class Row(NamedTuple):
         dataset: makes the dataset.
         consume: called with each batch.
         awaited: the same samples, awaited, for a loader that can; None: it reads `dataset`.
+        numbers: fixed settings, for a loader that has none of its own.
     """
 
     name: str
     dataset: Callable[[], Any]
     consume: Callable[[Any], None] = nothing
     awaited: Callable[[], Any] | None = None
+    numbers: Sequence[int] = NUMBERS
 
 
 ROWS = (
@@ -69,6 +73,7 @@ ROWS = (
         "a store that waits",
         lambda: Planted(11, LENGTH, waits=0.1),
         awaited=lambda: AsyncPlanted(11, LENGTH, waits=0.1),
+        numbers=AT_A_TIME,
     ),
 )
 
@@ -81,13 +86,13 @@ class Loader(NamedTuple):
         module: that it needs.
         open: returns an iterator of batches, given the row, a number or `CHOOSES`, and a stack of what ends it; and a
             function that says in words what is chosen now.
-        numbers: fixed settings.
+        numbers: fixed settings; None: those of the row.
     """
 
     name: str
     module: str
     open: Callable[[Row, int | None, ExitStack], tuple[Iterator[Any], Callable[[], str]]]
-    numbers: Sequence[int] = NUMBERS
+    numbers: Sequence[int] | None = None
 
 
 def ours(row: Row, number: int | None, stack: ExitStack) -> tuple[Iterator[Any], Callable[[], str]]:
@@ -192,7 +197,7 @@ def line(loader: Loader, row: Row, seconds: float, fixed: float) -> str:
     """Measure a loader on a row, and return its line of the table."""
     came, chosen = read(loader, row, CHOOSES, seconds)
     with_choice = rate(came, 0.75 * seconds)
-    rates: dict[int, list[float]] = {number: [] for number in loader.numbers}
+    rates: dict[int, list[float]] = {number: [] for number in loader.numbers or row.numbers}
     for _ in range(2):
         for number, each in rates.items():
             each.append(rate(read(loader, row, number, fixed)[0], min(0.5, fixed / 4)))
