@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable
 from functools import cached_property
@@ -92,6 +93,28 @@ def test_what_is_no_change() -> None:
     assert not changed_since(before, some)
     some.level = 1
     assert changed_since(before, some) == "dataset.level"
+
+
+class Declared(Some):
+    """One whose class declares what its `set_epoch` changes."""
+
+    _asyncloader_set_by_epoch = ("epoch", "nested")
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch, self.nested = epoch, {"b": [epoch]}
+
+
+def test_declared_changes() -> None:
+    """They do not count, nor do those of their parts, also in a copy; others do."""
+    some = Declared()
+    del some.itself
+    before = marks(some)
+    set_dataset_epoch(some, 7)
+    assert some.nested == {"b": [7]}
+    assert not changed_since(before, some)
+    assert not changed_since(before, copy.copy(some))
+    some.part.size = 2
+    assert changed_since(before, some) == "dataset.part.size"
 
 
 def test_large_datasets_take_bounded_time_and_keep_nothing_alive() -> None:
