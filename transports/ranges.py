@@ -132,30 +132,25 @@ def plan_ranges(ranges: Iterable[tuple[int, int]], *, max_gap: int = 0, max_size
     if max_size is not None and max_size < 1:
         raise ValueError(f"max_size must be at least 1 byte, or None for no limit; got {max_size}")
     asked = [ByteRange(*each) for each in ranges]
-    for each in asked:
-        if each.start < 0 or each.length < 0:
-            raise ValueError(f"a byte range needs start and length of 0 or more, got {tuple(each)}")
+    for start, length in asked:
+        if start < 0 or length < 0:
+            raise ValueError(f"a byte range needs start and length of 0 or more, got {(start, length)}")
 
     blocks: list[ByteRange] = []
     cuts: list[Cut] = [Cut(None, 0, 0)] * len(asked)
     # Longest first among equal starts: the shorter ones then lie inside its block.
-    for number in sorted(range(len(asked)), key=lambda n: (asked[n].start, -asked[n].length)):
-        each = asked[number]
-        if each.length == 0:
+    keys = [(start, -length) for start, length in asked]
+    first, end = 0, -1 - max_gap  # of the last block; there is none yet, which joins nothing
+    for number in sorted(range(len(asked)), key=keys.__getitem__):
+        start, length = asked[number]
+        if length == 0:
             continue
-        if blocks and _joins(blocks[-1], each, max_gap, max_size):
-            last = blocks[-1]
-            blocks[-1] = ByteRange(last.start, max(last.end, each.end) - last.start)
+        stop = start + length
+        if stop <= end or (start - end <= max_gap and (max_size is None or stop - first <= max_size)):
+            end = max(end, stop)
+            blocks[-1] = ByteRange(first, end - first)
         else:
-            blocks.append(each)
-        cuts[number] = Cut(len(blocks) - 1, each.start - blocks[-1].start, each.length)
+            blocks.append(asked[number])
+            first, end = start, stop
+        cuts[number] = Cut(len(blocks) - 1, start - first, length)
     return ReadPlan(tuple(blocks), tuple(cuts))
-
-
-def _joins(block: ByteRange, each: ByteRange, max_gap: int, max_size: int | None) -> bool:
-    """Return whether `each`, which does not start before `block`, is read as part of it."""
-    if each.end <= block.end:
-        return True
-    if each.start - block.end > max_gap:
-        return False
-    return max_size is None or each.end - block.start <= max_size
