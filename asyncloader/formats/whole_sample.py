@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable
 from functools import lru_cache
 from struct import Struct
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 from zlib import adler32
 
 from asyncloader.formats.base import Sample, base_name
@@ -42,6 +42,8 @@ _AFTER_CHECKSUM = frozenset((b"\0 ", b" \0", b"\0\0", b"  "))
 _AFTER_SIZE = frozenset((b"\0", b" "))
 _RECORD = Struct("<QI")
 _CRC = Struct("<I")
+_BLANKS = " \t\r\n"  # of JSON
+_decode_json = json.JSONDecoder().raw_decode
 
 
 def read_whole(url: str, name: str, shard: MdsShard | None) -> ReadWhole:
@@ -72,7 +74,9 @@ def tar_samples(url: str) -> ReadWhole:
             if end - at < BLOCK:
                 return None
             name, size, after, stated, kind, magic, prefix = _HEADER.unpack(header := source[at : at + BLOCK])
-            if _sum(header) != _stated_sum(stated) or not size.isdigit() or after not in _AFTER_SIZE:
+            # The lower half of Adler-32 is the sum up to 65,520: that of 512 bytes of ASCII.
+            found = adler32(header, 0) & 0xFFFF if header.isascii() else _sum(header)
+            if found != _stated_sum(stated) or not size.isdigit() or after not in _AFTER_SIZE:
                 return None
             try:
                 length = int(size, 8)
@@ -112,11 +116,7 @@ def tar_samples(url: str) -> ReadWhole:
 
 
 def _sum(header: bytes) -> int:
-    """Return the sum of a header's bytes, which the lower half of Adler-32 is up to 65,520: that of 512 bytes of ASCII,
-    or of 256 bytes.
-    """
-    if header.isascii():
-        return adler32(header, 0) & 0xFFFF
+    """Return the sum of a header's bytes, which the lower half of Adler-32 is for 256 of them."""
     return (adler32(header[:_HALF], 0) & 0xFFFF) + (adler32(header[_HALF:], 0) & 0xFFFF)
 
 
@@ -161,17 +161,18 @@ def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
         for column in shard.columns
     ]
     sizes = Struct(f"<{sum(column.size is None for column in shard.columns)}I")
-    fixed = sizes.size + sum(column.size or 0 for column in shard.columns)
+    unpack, nbytes = sizes.unpack, sizes.size
+    fixed = nbytes + sum(column.size or 0 for column in shard.columns)
 
     def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
         if end - at < fixed:
             return None
-        head = sizes.unpack(source[at : at + sizes.size])
+        head = unpack(source[at : at + nbytes])
         if end - at != fixed + sum(head):
             return None
         fields: Sample = {}
         lengths = iter(head)
-        at += sizes.size
+        at += nbytes
         try:
             for column, size, decode in columns:
                 stop = at + (next(lengths) if size is None else size)
@@ -179,7 +180,9 @@ def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
                 at = stop
         except (ValueError, ArithmeticError, RecursionError):
             return None
-        return _named(fields, name, start, url)
+        fields["__key__"] = f"{name}:{start}"
+        fields["__url__"] = url
+        return fields
 
     return read
 
@@ -193,10 +196,16 @@ def json_lines(url: str) -> ReadWhole:
         if line.find(b"\n") != len(line) - 1:
             return None
         try:
-            fields: Any = json.loads(line.decode())
+            # As `json.loads`, but for blanks at the beginning.
+            text = line.decode()
+            fields, stop = _decode_json(text)
         except (ValueError, RecursionError):  # a byte order mark at the shard's start, too
             return None
-        return _named(fields, name, start, url) if type(fields) is dict else None
+        if type(fields) is not dict or (stop != len(text) - 1 and text[stop:].strip(_BLANKS)):
+            return None
+        fields["__key__"] = f"{name}:{start}"
+        fields["__url__"] = url
+        return fields
 
     return read
 
@@ -220,12 +229,6 @@ def tfrecords(url: str, checksum: Callable[[bytes], int] | None) -> ReadWhole:
         data = source[at + 12 : end - 4]
         if checksum is not None and _CRC.unpack(source[end - 4 : end])[0] != mask_crc(checksum(data)):
             return None
-        return _named({"record": data}, name, start, url)
+        return {"record": data, "__key__": f"{name}:{start}", "__url__": url}
 
     return read
-
-
-def _named(fields: Sample, name: str, start: int, url: str) -> Sample:
-    fields["__key__"] = f"{name}:{start}"
-    fields["__url__"] = url
-    return fields

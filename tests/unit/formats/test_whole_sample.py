@@ -44,6 +44,7 @@ CASES = {
     "pax": Case(pack(MEMBERS, tarfile.PAX_FORMAT, mtime=1.5), tar_samples(URL), TarReader, END),
     "mds": Case(MDS, mds_samples(URL, ENTRY), partial(MdsReader, shard=ENTRY)),
     "jsonl": Case(jsonl(range(4)), json_lines(URL), JsonlReader),
+    "jsonl, blanks behind": Case(jsonl(range(4)).replace(b"\n", b" \t\r\n"), json_lines(URL), JsonlReader),
     "tfrecord": Case(tfrecord(range(4)), tfrecords(URL, crc32c), partial(TFRecordReader, checksum=crc32c)),
     "tfrecord, not verified": Case(tfrecord(range(4)), tfrecords(URL, None), partial(TFRecordReader, checksum=None)),
 }
