@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
-from asyncloader.transports.cache_entry import CacheEntry, EntryLost
+from asyncloader.transports.cache_entry import CacheEntry
 from asyncloader.transports.cache_layout import (
     BLOCK_BYTES,
     Piece,
@@ -32,7 +32,7 @@ from asyncloader.transports.cache_store import CacheFill
 from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.checks import check_range, check_start
 from asyncloader.transports.errors import RangesIgnored, ReadFailed, SizeUnknown, TransportError
-from asyncloader.transports.open_files import OpenFile, OpenFiles
+from asyncloader.transports.open_files import OpenFile, OpenFiles, use_ranges
 from asyncloader.transports.ranges import cut_pieces, split_pieces
 
 if TYPE_CHECKING:
@@ -42,13 +42,6 @@ _R = TypeVar("_R")
 
 # How long the end of a read may wait for the store to confirm the object's version. After that it is not cached.
 _CONFIRM_S = 10.0
-
-# Ranges of the cache up to this length are read by one system call, and the parts of a sample cut from the bytes. Of a
-# longer range each part is read by itself, which saves a copy.
-_READ_AT_ONCE = 1 << 16
-
-# Bytes between two ranges that are read to save a system call, which takes about as long as to copy 16 KiB.
-_GAP = 1 << 13
 
 # Blocks that are claimed at a time: each holds an open file.
 _MOST_CLAIMED = 32
@@ -130,9 +123,8 @@ class CachedObject(PinnedReader):
         is called in a thread.
 
         Args:
-            ranges: ``(start, length)`` pairs; quicker if they ascend.
-            use: called with bytes, the positions in them at which the range begins and ends, and its start. The bytes
-                of a long range are a file, whose slices raise EntryLost where it cannot be read. Does not return None.
+            ranges: as of `use_ranges`.
+            use: as there.
             files: keeps the files that are read.
 
         Returns:
@@ -143,33 +135,9 @@ class CachedObject(PinnedReader):
             The errors of `use`, except EntryLost.
         """
         version = self._version
-        results: list[_R | None] = [None] * len(ranges)
         if version is None or not self.cached.serves:
-            return results
-        search, count = _Search(self, version, files), len(ranges)
-        # The bytes that were read last, those of the object from `low` to `high`; none yet.
-        data, low, high = b"", 0, -1
-        file: OpenFile | bytes | None = None  # has those from `begin` to `end`
-        begin, end = 0, -1
-        for number, (start, length) in enumerate(ranges, 1):
-            stop = start + length
-            try:
-                if start < low or stop > high:
-                    if start < begin or stop > end:
-                        file, begin, end = search.find(start, stop)
-                    if file is None:
-                        continue
-                    if length > _READ_AT_ONCE or isinstance(file, bytes):
-                        results[number - 1] = use(file, start - begin, stop - begin, start)
-                        continue
-                    low, high = start, stop
-                    if number < count and start <= ranges[number][0] <= stop + _GAP:
-                        high = _end_of_read(ranges, number, stop, min(end, start + _READ_AT_ONCE))
-                    data = file.read(low - begin, high - low)
-                results[number - 1] = use(data, start - low, stop - low, start)
-            except EntryLost:  # `read_ranges` deletes the file, and reads its bytes from the store
-                high = -1
-        return results
+            return [None] * len(ranges)
+        return use_ranges(ranges, use, _Search(self, version, files).find)
 
     async def stream_version(
         self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
@@ -376,18 +344,6 @@ class CachedObject(PinnedReader):
                 return await self.cached.inner.info(self.path)
         except (TransportError, TimeoutError):
             return None
-
-
-def _end_of_read(ranges: Sequence[tuple[int, int]], number: int, stop: int, limit: int) -> int:
-    """Return where to end the read of a range that ends at `stop`, so that it has the following ranges, from this
-    number on, if they are near by.
-    """
-    for at in range(number, len(ranges)):
-        start, length = ranges[at]
-        if start > stop + _GAP or start + length > limit:
-            break
-        stop = max(stop, start + length)
-    return stop
 
 
 class _Search:

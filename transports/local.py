@@ -35,7 +35,7 @@ from asyncloader.transports.checks import (
     check_size,
     check_start,
 )
-from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds
+from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, TransportError
 from asyncloader.transports.page_cache import MOST_BYTES, NotCached, open_cached, pread_cached
 from asyncloader.transports.ranges import ReadPlan
 from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
@@ -164,7 +164,7 @@ class LocalTransport(Transport):
 
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader that compares the file's identity, size and time at each read, like `Transport.pinned`."""
-        return super().pinned(path) if overrides(self, LocalTransport) else _PinnedFile(self, path)
+        return super().pinned(path) if overrides(self, LocalTransport) else PinnedFile(self, path)
 
     async def read_ranges_of(
         self, path: str, ranges: Iterable[tuple[int, int]], first: os.stat_result | None
@@ -188,6 +188,23 @@ class LocalTransport(Transport):
             return data, before
 
         return await self._use(path, use, plan)
+
+    @property
+    def answers_at_once(self) -> bool:
+        """Whether the page cache is asked before a call in a thread."""
+        # A closed transport's error comes from the pool.
+        return self._files.on_one_disk and not self._pool.closed
+
+    def open_at_once(self, path: str) -> int:
+        """Open a file, and return its descriptor, which the caller closes.
+
+        Raises:
+            NotCached: the system would have to wait.
+            ObjectNotFound, AccessDenied, InvalidPath, ReadFailed: see `errors`.
+        """
+        if not self.answers_at_once:
+            raise NotCached
+        return self._files.open(path, open_cached)[0]
 
     def open(self, path: str) -> AbstractAsyncContextManager[AsyncBufferedReader]:
         """Open a file for reading, like aiofiles, in this transport's threads and below its root.
@@ -253,8 +270,7 @@ class LocalTransport(Transport):
         for a disk, otherwise in a thread: then `use` is called again, from its beginning. `plan`: of what it reads.
         """
         few = plan is None or sum(block.length for block in plan.blocks) <= MOST_BYTES
-        # A closed transport's error comes from the pool.
-        if few and self._files.on_one_disk and not self._pool.closed:
+        if few and self.answers_at_once:
             try:
                 found = self._with_file(path, use, open_cached, pread_cached)
             except NotCached:
@@ -323,13 +339,29 @@ class LocalTransport(Transport):
         return plan.cut([_read_block(descriptor, path, block.start, block.length, pread) for block in plan.blocks])
 
 
-class _PinnedFile(PinnedReader):
+class PinnedFile(PinnedReader):
     """Parts of one file. The arguments are those of `PinnedReader`."""
 
     def __init__(self, transport: LocalTransport, path: str) -> None:
         super().__init__(transport, path)
-        self._files = transport
+        self.files = transport
         self._status: os.stat_result | None = None
+
+    def open_at_once(self) -> int | None:
+        """Open the file, and return its descriptor, which the caller closes; None if the system would have to wait, or
+        the file cannot be opened.
+        """
+        try:
+            return self.files.open_at_once(self.path)
+        except (NotCached, TransportError):  # a read has the error
+            return None
+
+    def is_of_version(self, status: os.stat_result) -> bool:
+        """Return whether this is the status of the version that is read here, as far as it shows. The first that is
+        asked for determines it.
+        """
+        self._status = first = self._status or status
+        return not _differs(first, status)
 
     async def _info(self) -> ObjectInfo:
         _, status = await self._read(())
@@ -340,13 +372,13 @@ class _PinnedFile(PinnedReader):
         return data
 
     async def _read(self, ranges: Iterable[tuple[int, int]]) -> tuple[Sequence[bytes], os.stat_result]:
-        data, status = await self._files.read_ranges_of(self.path, ranges, self._status)
+        data, status = await self.files.read_ranges_of(self.path, ranges, self._status)
         # Compared here as well: a concurrent first read may have set `_status` while this read was in a thread.
         self._compare(status)
         return data, status
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self._files.stream_with_status(self.path, start, chunk_size)) as chunks:
+        async with aclosing(self.files.stream_with_status(self.path, start, chunk_size)) as chunks:
             async for chunk, around in chunks:
                 for status in around:
                     self._compare(status)
@@ -362,8 +394,7 @@ class _PinnedFile(PinnedReader):
         return True
 
     def _compare(self, status: os.stat_result) -> None:
-        self._status = first = self._status or status
-        if _differs(first, status):
+        if not self.is_of_version(status):
             raise changed_error(self.path)
 
 

@@ -1,6 +1,8 @@
-"""Keeps files of the local cache open between reads, for a reader that needs parts of them again and again.
+"""Keeps files open between reads, for a reader that needs parts of them again and again: those of the local cache, and
+files of a local disk (`memory_files`).
 
 Data path: cache_store: file -> [open_files] -> cached_object, in a thread -> dataset.
+Data path: file -> [open_files] -> memory_files -> dataset.
 
 To open a file of the cache, and to compare its name, version and checksum, takes as long as to copy some hundred KiB of
 it. A file never changes once it has its name, so a file that was compared once stays right.
@@ -21,9 +23,9 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
-from typing import Self
+from typing import Self, TypeVar
 
 from asyncloader.transports.cache_entry import CacheEntry, EntryLost
 from asyncloader.transports.cache_store import USE_AGE_NS
@@ -34,24 +36,33 @@ if sys.platform != "win32":
 MOST_FILES = 256
 """Files that are open at a time; at most a quarter of the descriptors that the process may have."""
 
+_R = TypeVar("_R")
+
 _LOOKED_FOR_S = 1.0
+
+# Ranges up to this length are read by one system call, and the parts of a sample cut from the bytes. Of a longer range
+# each part is read by itself, which saves a copy.
+_READ_AT_ONCE = 1 << 16
+
+# Bytes between two ranges that are read to save a system call, which takes about as long as to copy 16 KiB.
+_GAP = 1 << 13
 
 
 class OpenFile:
     """A file of the cache. Its slices are bytes, which are read when they are asked for, in any thread.
 
     Args:
-        entry: the file, which is closed when this object is garbage.
-        now: the time, as in `time.monotonic`.
+        descriptor: the file, which is closed when this object is garbage.
+        path: its name.
     """
 
     __slots__ = ("_descriptor", "looked", "path", "status", "used")
 
-    def __init__(self, entry: CacheEntry, now: float) -> None:
-        self.path = entry.path
-        self.status = os.fstat(entry.descriptor)
-        self.looked = self.used = now
-        self._descriptor = entry.detach()
+    def __init__(self, descriptor: int, path: str) -> None:
+        self._descriptor = descriptor
+        self.path = path
+        self.status = os.fstat(descriptor)
+        self.looked = self.used = time.monotonic()
 
     def __getitem__(self, part: slice) -> bytes:
         """Read from ``part.start`` to ``part.stop``. There is no step, and neither is left out. Raises the error of
@@ -76,14 +87,31 @@ class OpenFile:
             raise EntryLost(f"reading {self.path} failed: {error}") from error
         return data
 
+    def current_status(self) -> os.stat_result:
+        """Return the status of the file as it is now; `status` is that of when it was opened."""
+        return os.fstat(self._descriptor)
+
+    def is_there(self) -> bool:
+        """Return whether the name is still that of the file, and the file whole; keep its time of last use."""
+        try:
+            status = os.lstat(self.path)
+        except OSError:
+            return False
+        if not os.path.samestat(status, self.status) or status.st_size != self.status.st_size:
+            return False
+        if not 0 <= time.time_ns() - status.st_mtime_ns < USE_AGE_NS:
+            with suppress(OSError):  # the directory is read-only
+                os.utime(self.path, follow_symlinks=False)
+        return True
+
     def __del__(self) -> None:
         with suppress(AttributeError):  # `__init__` failed
             os.close(self._descriptor)
 
 
 class OpenFiles:
-    """Files of a cache directory. Several threads may use it. Pickles as an empty one; a deep copy is the same object,
-    because descriptors are the process's.
+    """Files of a cache directory, or of a disk. Several threads may use it. Pickles as an empty one; a deep copy is the
+    same object, because descriptors are the process's.
     """
 
     def __init__(self) -> None:
@@ -106,7 +134,7 @@ class OpenFiles:
             return None
         file.used = now = time.monotonic()
         if now - file.looked >= _LOOKED_FOR_S:
-            if not _is_there(file):
+            if not file.is_there():
                 self.drop(name)
                 return None
             file.looked = now
@@ -122,15 +150,19 @@ class OpenFiles:
         if entry is None:
             return None
         try:
-            file = OpenFile(entry, time.monotonic())
+            file = OpenFile(entry.detach(), entry.path)
         finally:
             entry.close()
+        self.keep(name, file)
+        return file
+
+    def keep(self, name: Hashable, file: OpenFile) -> None:
+        """Keep a file that is open."""
         if len(self._files) >= self._most:
             kept = sorted(self._files.copy().items(), key=lambda each: each[1].used)
             for oldest, _ in kept[: len(kept) // 4 + 1]:
                 self._files.pop(oldest, None)
         self._files[name] = file
-        return file
 
     def drop(self, name: Hashable) -> None:
         """Keep a file no longer: it is lost, or was evicted."""
@@ -152,15 +184,61 @@ def _most() -> int:
     return MOST_FILES if soft == resource.RLIM_INFINITY else max(1, min(MOST_FILES, soft // 4))
 
 
-def _is_there(file: OpenFile) -> bool:
-    """Return whether the name is still that of the file, and the file whole; keep its time of last use."""
-    try:
-        status = os.lstat(file.path)
-    except OSError:
-        return False
-    if not os.path.samestat(status, file.status) or status.st_size != file.status.st_size:
-        return False
-    if not 0 <= time.time_ns() - status.st_mtime_ns < USE_AGE_NS:
-        with suppress(OSError):  # the directory is read-only
-            os.utime(file.path, follow_symlinks=False)
-    return True
+def use_ranges(
+    ranges: Sequence[tuple[int, int]],
+    use: Callable[[bytes | OpenFile, int, int, int], _R],
+    find: Callable[[int, int], tuple[bytes | OpenFile | None, int, int]],
+) -> list[_R | None]:
+    """Call a function with the bytes of each range that open files have. Each is used right after it was read, so that
+    the memory of a range serves for the next.
+
+    Args:
+        ranges: ``(start, length)`` pairs; quicker if they ascend.
+        use: called with bytes, the positions in them at which the range begins and ends, and its start. The bytes of a
+            long range are a file, whose slices raise EntryLost where it cannot be read. Does not return None.
+        find: returns what has the object's bytes between two positions, and from where to where it has them; None: no
+            file has them. May raise EntryLost.
+
+    Returns:
+        For each range what `use` returned, or None: no file has it, or EntryLost was raised.
+
+    Raises:
+        The errors of `use`, except EntryLost.
+    """
+    count = len(ranges)
+    results: list[_R | None] = [None] * count
+    # The bytes that were read last, those of the object from `low` to `high`; none yet.
+    data, low, high = b"", 0, -1
+    file: OpenFile | bytes | None = None  # has those from `begin` to `end`
+    begin, end = 0, -1
+    for number, (start, length) in enumerate(ranges, 1):
+        stop = start + length
+        try:
+            if start < low or stop > high:
+                if start < begin or stop > end:
+                    file, begin, end = find(start, stop)
+                if file is None:
+                    continue
+                if length > _READ_AT_ONCE or isinstance(file, bytes):
+                    results[number - 1] = use(file, start - begin, stop - begin, start)
+                    continue
+                low, high = start, stop
+                if number < count and start <= ranges[number][0] <= stop + _GAP:
+                    high = _end_of_read(ranges, number, stop, min(end, start + _READ_AT_ONCE))
+                data = file.read(low - begin, high - low)
+            results[number - 1] = use(data, start - low, stop - low, start)
+        except EntryLost:  # the store's own way of reading finds out why
+            high = -1
+    return results
+
+
+def _end_of_read(ranges: Sequence[tuple[int, int]], number: int, stop: int, limit: int) -> int:
+    """Return where to end the read of a range that ends at `stop`, so that it has the following ranges, from this
+    number on, if they are near by.
+    """
+    for at in range(number, len(ranges)):
+        start, length = ranges[at]
+        if start > stop + _GAP or start + length > limit:
+            break
+        stop = max(stop, start + length)
+    return stop

@@ -18,6 +18,7 @@ MOST_BYTES = 1 << 18
 _OPENAT2 = 437  # on every architecture
 _AT_FDCWD = -100
 _RESOLVE_CACHED = 0x20
+_NOWAIT: int | None = getattr(os, "RWF_NOWAIT", None)
 
 
 class NotCached(Exception):
@@ -61,11 +62,11 @@ def pread_cached(descriptor: int, length: int, start: int) -> bytes:
     Raises:
         NotCached: see there; also if `length` is more than `MOST_BYTES`.
     """
-    if length > MOST_BYTES or not hasattr(os, "RWF_NOWAIT"):
+    if length > MOST_BYTES or _NOWAIT is None:
         raise NotCached
     buffer = bytearray(length)
     try:
-        number = os.preadv(descriptor, [buffer], start, os.RWF_NOWAIT)
+        number = os.preadv(descriptor, (buffer,), start, _NOWAIT)
     except OSError as error:
         raise NotCached from error
-    return bytes(memoryview(buffer)[:number])
+    return bytes(buffer) if number == length else bytes(memoryview(buffer)[:number])

@@ -12,8 +12,8 @@ import asyncio
 import os
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import aclosing
 from operator import index as as_index
 from types import TracebackType
 from typing import Any, Self
@@ -186,13 +186,18 @@ class RemoteMapDataset(Dataset[Any]):
         asked = list(map(as_index, indices))
         if not asked:
             return []
-        if min(asked) < -count or max(asked) >= count:
+        least = min(asked)
+        if least < -count or max(asked) >= count:
             wrong = next(each for each in asked if not -count <= each < count)
             raise IndexError(f"sample {wrong} of {count:,} samples: numbers go from 0 to {count - 1:,}")
         numbers = np.array(asked, np.int64)
-        numbers[numbers < 0] += count
-        async with self._reading() as reader:
-            return await reader.read(numbers)
+        if least < 0:
+            numbers[numbers < 0] += count
+        entered = self._enter()
+        try:
+            return await (entered.reader or self._open_reader(entered)).read(numbers)
+        finally:
+            await self._leave(entered)
 
     async def __aenter__(self) -> Self:
         self._enter()
@@ -201,26 +206,20 @@ class RemoteMapDataset(Dataset[Any]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._leave()
+        await self._leave(self._readers[asyncio.get_running_loop()])
 
-    @asynccontextmanager
-    async def _reading(self) -> AsyncGenerator[ShardsReader]:
-        entered = self._enter()
-        try:
-            if entered.reader is None:
-                assert self._catalog is not None
-                entered.reader = ShardsReader(
-                    self._catalog,
-                    self._stores.here(),
-                    self._files,
-                    self._open_files,
-                    max_sample_bytes=self.max_sample_bytes,
-                    read_ahead=self.read_ahead,
-                    columns=self.columns,
-                )
-            yield entered.reader
-        finally:
-            await self._leave()
+    def _open_reader(self, entered: _LoopReader) -> ShardsReader:
+        assert self._catalog is not None
+        entered.reader = ShardsReader(
+            self._catalog,
+            self._stores.here(),
+            self._files,
+            self._open_files,
+            max_sample_bytes=self.max_sample_bytes,
+            read_ahead=self.read_ahead,
+            columns=self.columns,
+        )
+        return entered.reader
 
     def _enter(self) -> _LoopReader:
         self._stores.enter()
@@ -228,14 +227,12 @@ class RemoteMapDataset(Dataset[Any]):
         entered.users += 1
         return entered
 
-    async def _leave(self) -> None:
-        loop = asyncio.get_running_loop()
-        entered = self._readers[loop]
+    async def _leave(self, entered: _LoopReader) -> None:
         entered.users -= 1
         try:
             if not entered.users:
                 # Before the close, which waits: a user that enters during it gets a new reader.
-                del self._readers[loop]
+                del self._readers[asyncio.get_running_loop()]
                 if entered.reader is not None:
                     await entered.reader.aclose()
         finally:

@@ -2,9 +2,10 @@
 
 Data path: numbers -> [shard_reader: index -> byte ranges -> sample_parsing] -> dataset.
 
-The samples of a call whose bytes a cache has are read by one call in a thread, from files that are kept open. All
-others are read shard by shard, at the same time; the transport joins neighbours into one request
-(`Transport.read_ranges`).
+The samples of a call whose bytes a cache has are read by one call in a thread, from files that are kept open. Those of
+a local file that memory has are read right here (`memory_files`): a call in a thread takes as long as twenty of them.
+Each sample is parsed before the next is read. All others are read shard by shard, at the same time; the transport joins
+neighbours into one request (`Transport.read_ranges`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from asyncloader.transports import ObjectInfo, PinnedReader, RangeOutOfBounds, p
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cached_object import CachedObject
+from asyncloader.transports.local import PinnedFile
+from asyncloader.transports.memory_files import MemoryFile
 from asyncloader.transports.open_files import OpenFiles
 from asyncloader.transports.pinned import PinnedObject
 
@@ -54,8 +57,16 @@ DECODED_AT_ONCE = 4
 """Compressed shards and row groups that a loop decodes at a time; each is in memory meanwhile."""
 
 UNUSED_S = 2.0
-"""Time after which a file of the cache that is not read is no longer kept open."""
+"""Time after which a file that is not read is no longer kept open."""
 
+_LONGEST = 1 << 16
+"""Longest sample of a local file that is read in the loop's thread. Longer ones are copied by several threads."""
+
+_TURN = 1 << 19
+"""Bytes that are read in the loop's thread before other tasks of the loop have a turn."""
+
+_LEAST = 1 << 13
+"""What a sample counts, if it has fewer bytes."""
 
 _LENGTH = itemgetter(1)  # of a sample's start and length
 
@@ -70,9 +81,14 @@ class _OpenShard:
         self.parser = parser
         self.edges: npt.NDArray[np.int64] | None = None
         self.whole = True
-        # Of samples whose bytes are in the cache as they are in the shard.
-        cut = shard.format != PARQUET and compression_of(shard) is None
-        self.cached = pinned if cut and isinstance(pinned, CachedObject) else None
+        # What has bytes of samples without a request, as they are in the shard.
+        self.cached: CachedObject | None = None
+        self.memory: MemoryFile | None = None
+        if shard.format != PARQUET and compression_of(shard) is None:
+            if isinstance(pinned, CachedObject):
+                self.cached = pinned
+            elif isinstance(pinned, PinnedFile):
+                self.memory = MemoryFile(pinned)
 
     async def read(self, ranges: list[tuple[int, int]]) -> Sequence[bytes]:
         """Read ranges of the shard, like `PinnedReader.read_ranges`."""
@@ -97,8 +113,25 @@ class _Group(NamedTuple):
 
     def spans(self, edges: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
         """Return start and length of the samples' bytes."""
+        if len(self.places) == 1:
+            start, stop = edges[self.samples[0] : self.samples[0] + 2].tolist()
+            return [(start, stop - start)]
         starts = edges[self.samples]
         return list(zip(starts.tolist(), (edges[self.samples + 1] - starts).tolist(), strict=True))
+
+    def part(self, first: int, stop: int) -> _Group:
+        """Return some of the samples."""
+        return _Group(self.opened, self.samples[first:stop], self.places[first:stop])
+
+    def put(self, found: Sequence[Any], samples: list[Any]) -> None:
+        """Put the samples that were found into their places."""
+        for place, sample in zip(self.places, found, strict=True):
+            samples[place] = sample
+
+    def left(self, found: Sequence[Any]) -> list[_Group]:
+        """Return a group of the samples that were not found, which are None; or nothing, if all were."""
+        left = [number for number, sample in enumerate(found) if sample is None]
+        return [_Group(self.opened, self.samples[left], [self.places[each] for each in left])] if left else []
 
 
 class ShardsReader:
@@ -108,7 +141,7 @@ class ShardsReader:
         catalog: the samples.
         stores: find the transports; of the running loop.
         files: the host's.
-        open_files: keeps files of the cache open.
+        open_files: keeps files of the cache, and of a disk, open.
         max_sample_bytes: refuse a sample with more (decompressed) bytes.
         read_ahead: bytes of a shard or a row group that are fetched ahead of its decoding.
         columns: of Parquet, the columns to read. None: all.
@@ -140,6 +173,7 @@ class ShardsReader:
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # while files are open
+        self._since = 0  # bytes that were read in the loop's thread since other tasks had a turn
 
     async def aclose(self) -> None:
         """Join the threads, and close the files."""
@@ -161,12 +195,14 @@ class ShardsReader:
         local: list[tuple[_Group, list[tuple[int, int]]]] = []
         groups: list[_Group] = []
         for group in self._groups(numbers):
-            if self._is_local(group):
-                assert group.opened.edges is not None
-                # Here, and not in the thread: another call may forget the edges before it runs.
-                local.append((group, group.spans(group.opened.edges)))
-            else:
+            edges = group.opened.edges
+            if edges is None or not self._is_local(group, edges):
                 groups.append(group)
+            elif group.opened.memory is not None:
+                groups += await self._read_memory(group, group.spans(edges), group.opened.memory, samples)
+            else:
+                # Here, and not in the thread: another call may forget the edges before it runs.
+                local.append((group, group.spans(edges)))
         if local:
             try:
                 read = await self._cached_reads.run(partial(self._read_local, local, samples))
@@ -176,13 +212,17 @@ class ShardsReader:
                 self._count(group, left, nbytes)
                 if left is not None:
                     groups.append(left)
-        if groups:
+        if len(groups) == 1:  # needs no task
+            groups[0].put(await self._read_group(groups[0]), samples)
+        elif groups:
             for group, found in zip(groups, await gather_all(map(self._read_group, groups)), strict=True):
-                for place, sample in zip(group.places, found, strict=True):
-                    samples[place] = sample
+                group.put(found, samples)
         return samples
 
     def _groups(self, numbers: npt.NDArray[np.int64]) -> list[_Group]:
+        if len(numbers) == 1:
+            shard = int(self._catalog.starts.searchsorted(numbers[0], side="right")) - 1
+            return [_Group(self._opened(shard), numbers - self._catalog.starts[shard], [0])]
         order = np.argsort(numbers, kind="stable")
         ascending = numbers[order]
         starts = self._catalog.starts
@@ -195,16 +235,44 @@ class ShardsReader:
             for first, stop in pairwise(edges)
         ]
 
-    # --- from files of the cache
+    # --- from files that are open
 
-    def _is_local(self, group: _Group) -> bool:
-        """Whether the cache is worth a look: the index is known, and so is the version that is read."""
+    def _is_local(self, group: _Group, edges: npt.NDArray[np.int64]) -> bool:
+        """Whether the cache, or memory, is worth a look: the version that is read is known."""
         opened = group.opened
-        cached, edges = opened.cached, opened.edges
-        if cached is None or edges is None or not cached.local:
+        local = opened.cached or opened.memory
+        if local is None or not local.local:
             return False
-        same = opened.version is None or cached.etag in (None, opened.version)
+        same = opened.version is None or opened.pinned.etag in (None, opened.version)
         return same and not self._is_odd(opened, edges, group.samples)
+
+    async def _read_memory(
+        self, group: _Group, spans: list[tuple[int, int]], memory: MemoryFile, samples: list[Any]
+    ) -> list[_Group]:
+        """Read the samples of a group, with these spans, of which memory has the bytes. Return what is left.
+
+        Raises:
+            ShardError: a sample cannot be read.
+        """
+        longest = max(map(_LENGTH, spans))
+        if longest > min(_LONGEST, self._max):
+            return [group]
+        parse, each = group.opened.parser.parse, max(longest, _LEAST)
+        left: list[_Group] = []
+        step = _TURN // each
+        try:
+            for at in range(0, len(spans), step):
+                part = group if len(spans) <= step else group.part(at, at + step)
+                found = memory.use_local(spans[at : at + step], parse, self._kept)
+                part.put(found, samples)
+                left += part.left(found)
+                self._since += len(found) * each
+                if self._since > _TURN:
+                    self._since = 0
+                    await asyncio.sleep(0)
+        finally:
+            self._drop_later()
+        return left
 
     def _read_local(
         self, groups: list[tuple[_Group, list[tuple[int, int]]]], samples: list[Any]
@@ -225,12 +293,10 @@ class ShardsReader:
                 results.append((group, 0))  # its error does not need the bytes
                 continue
             found = opened.cached.use_local(spans, opened.parser.parse, self._kept)
-            for place, sample in zip(group.places, found, strict=True):
-                samples[place] = sample
-            left = [number for number, sample in enumerate(found) if sample is None]
-            nbytes = sum(map(_LENGTH, spans)) - sum(spans[number][1] for number in left)
-            rest = _Group(opened, group.samples[left], [group.places[each] for each in left]) if left else None
-            results.append((rest, nbytes))
+            group.put(found, samples)
+            nbytes = sum(length for (_, length), sample in zip(spans, found, strict=True) if sample is not None)
+            left = group.left(found)
+            results.append((left[0] if left else None, nbytes))
         return results
 
     def _count(self, group: _Group, left: _Group | None, nbytes: int) -> None:
