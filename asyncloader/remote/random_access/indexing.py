@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from asyncloader.formats import CompressedReader, JsonlReader, Located, ShardError, ShardRange, ShardReader
 from asyncloader.formats.compressed import decoder
+from asyncloader.formats.jsonl import BOM
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
@@ -246,6 +247,8 @@ class _LineReader(JsonlReader):
 
     def _read(self, line: bytes, resume: int) -> None:
         self._check_size(len(line), self._at)
+        if not self._at:
+            line = line.removeprefix(BOM)  # the first line may be blank behind it
         if line and not line.isspace():
             self._out.append(Located({}, resume))
         self._at = resume

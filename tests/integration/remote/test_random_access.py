@@ -230,6 +230,18 @@ def test_lines_that_are_bad_or_blank(tmp_path: Path) -> None:
     run_async(run())
 
 
+@pytest.mark.parametrize("first", [b"", b"\n", b" \r\n"])
+def test_a_byte_order_mark_alone_is_no_line(first: bytes, tmp_path: Path) -> None:
+    """The first line may be blank behind it."""
+    shard = tmp_path / "s.jsonl"
+    shard.write_bytes(b"\xef\xbb\xbf" + first)
+    assert len(RemoteMapDataset(shard)) == 0
+    shard.write_bytes(b"\xef\xbb\xbf" + first + b'{"n":1}\n')
+    dataset = RemoteMapDataset(shard)
+    assert len(dataset) == 1
+    assert run_async(dataset[0])["n"] == 1
+
+
 def test_samples_that_are_too_large(tmp_path: Path) -> None:
     """They raise; they are never read as a whole, and the samples before them are read."""
     (tmp_path / "s.jsonl").write_bytes(jsonl([0, 1]) + jsonl([2], size=4000) + jsonl([3]))
