@@ -58,7 +58,6 @@ from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownData
 from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards, is_planned
 from asyncloader.workers.fetch.dataset_kinds import is_async_stream
-from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
@@ -321,6 +320,8 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         if hasattr(type(dataset), "fixed_streams") and is_seed(given["seed"]):
             # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
             if given["sampler"] is None and given["batch_sampler"] is None:
+                if given["shuffle"] and hasattr(type(dataset), "shuffled"):  # a mixture
+                    dataset = dataset.shuffled()
                 dataset = dataset.fixed_streams(given["seed"])
             if is_planned(dataset) and not assigns_shards(dataset):
                 order = dataset.positions() if hasattr(type(dataset), "positions") else Positions(dataset)
@@ -339,12 +340,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
                     if given[name] is not None:
                         given[name] = with_seeded_draws(given[name], arguments["seed"])
         construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
-        try:
-            construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
-        except ValueError as error:
-            if given["shuffle"] and assigns_shards(dataset):
-                add_note(error, "The service's dataset shuffles by itself: give shuffle_buffer= in its definition")
-            raise
+        construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
         if stream:
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
         flat, defaults = flattened(arguments), FLAT_DEFAULTS

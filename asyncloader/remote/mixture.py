@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import inspect
 import operator
 from collections import OrderedDict
@@ -71,7 +72,8 @@ class Mixture(Dataset[Any]):
             with its next epoch. An epoch continues at the end of the epoch before, in its passes and its proportions.
             ``"stop"`` ends the epoch. The other sources continue their pass in the next epoch.
             ``"drop"`` continues with the other sources, in their proportions, until all are used up.
-        shuffle: False takes each map dataset in its order. Default True.
+        shuffle: False takes each map dataset in its order. Default True. A loader's ``shuffle=True`` shuffles
+            all sources, also streams without a `shuffle_buffer`.
 
     Raises:
         TypeError: a source is neither, or is a stream without `streams=`; or lengths or `num_samples` are no integers.
@@ -140,6 +142,13 @@ class Mixture(Dataset[Any]):
             ValueError: they differ.
         """
         _check_number(number, self._given[number], samples)
+
+    def shuffled(self) -> Self:
+        """Return a copy that shuffles the samples of each source. A loader's ``shuffle=True``."""
+        other = copy.copy(self)
+        other.sources = [each.shuffled() if _is_stream(each) else each for each in self.sources]
+        other.shuffle = True
+        return other
 
     def fixed_streams(self, seed: int) -> MixedSources:
         """Return the mixture as a loader with this seed reads it."""
@@ -286,10 +295,13 @@ class MixedSources(Dataset[Any]):
         raise StateError(f"a mixture cannot go on with epoch {epoch} of {len(before)} other orders")
 
     def described(self) -> dict[str, Any]:
-        """Return the values that must be the same where a state is loaded."""
-        parts = zip(self._parts, self.streams, self.sizes, strict=True)
+        """Return the values that must be the same where a state is loaded; sources are None before `plan_streams`."""
+        sources: list[Any] | None = None
+        if self._sizes:
+            parts = zip(self._parts, self.streams, self.sizes, strict=True)
+            sources = [part.described() if stream else {"samples": size} for part, stream, size in parts]
         return {
-            "sources": [part.described() if stream else {"samples": size} for part, stream, size in parts],
+            "sources": sources,
             "weights": [[epoch, [*weights]] for epoch, weights in self.weights],
             "on_exhausted": self.source.on_exhausted,
             "num_samples": self.source.num_samples,

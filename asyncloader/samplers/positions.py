@@ -103,8 +103,8 @@ class Positions:
             raise StateError(f"the state is broken: that of its streams is {type(state).__name__}")
         for name, value in here.items():
             saved = state.get(name)
-            if saved == value or (name == "shards" and None in (saved, value)):
-                continue
+            if saved == value or (name in ("shards", "sources") and None in (saved, value)):
+                continue  # not known yet
             part, before, now = _first_difference(name, saved, value)
             if part.endswith("shards"):
                 whose = "" if part == "shards" else f" ({part})"

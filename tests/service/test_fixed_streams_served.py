@@ -73,12 +73,14 @@ def test_batches_are_those_of_local_workers(
 
 
 def test_states_and_ranks(node: NodeProcess, folder: Path) -> None:
-    """A state moves between a service and local workers, and to other ranks; the length is known."""
+    """A state moves between a service and local workers, and to other ranks; the length is known. `shuffle` may ask for
+    what the definition does, at either place.
+    """
     (whole,) = local(folder)
     served = definitions.fixed_streams(str(folder), 9)
     states = []
     for workers in (node.tcp, None):
-        with DataLoader[Any](served, **OPTIONS, workers=workers) as loader:
+        with DataLoader[Any](served, **OPTIONS, workers=workers, shuffle=True) as loader:
             assert len(loader) == len(whole)
             batches = iter(loader)
             assert numbers(next(batches) for _ in range(5)) == whole[:5]
@@ -93,6 +95,13 @@ def test_states_and_ranks(node: NodeProcess, folder: Path) -> None:
     joined = [[*first, *second] for first, second in zip(*parts, strict=True)]
     assert joined[:-1] == whole[5:-1]
     assert {*joined[-1]} == {*whole[-1]}
+
+
+def test_a_definition_that_does_not_shuffle(node: NodeProcess, folder: Path) -> None:
+    """It is out of the reach of the loader's `shuffle`."""
+    loader = DataLoader[Any](definitions.fixed_streams(str(folder)), **OPTIONS, workers=node.tcp, shuffle=True)
+    with loader, pytest.raises(ValueError, match="give shuffle_buffer= in its definition"):
+        next(iter(loader))
 
 
 def test_a_node_that_is_killed(node: NodeProcess, folder: Path, tmp_path: Path) -> None:

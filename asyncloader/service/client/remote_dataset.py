@@ -158,6 +158,19 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
     __aiter__ = __iter__
     open_worker_stream = RemoteDataset._is_elsewhere
 
+    def shuffled(self) -> Self:
+        """Return this dataset, if its definition shuffles samples and shards. A loader's ``shuffle=True``.
+
+        Raises:
+            ValueError: it does not, or has no fixed streams.
+        """
+        if not (self.info.shuffle and self.info.shuffle_shards):
+            raise ValueError(
+                "shuffle=True does not reach a service's dataset of shards, which shuffles by itself: give "
+                "shuffle_buffer= in its definition, and leave shuffle= out"
+            )
+        return self
+
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """Have a node plan the epoch. See `RemoteIterableDataset.plan`.
 

@@ -244,8 +244,11 @@ def test_feedback_holds_from_the_next_epoch_that_begins(folder: Path, workers: s
     """Also if it comes between epochs, with the last batch, or before the first epoch."""
     names = COMBINATIONS["map+stream"]
     options = WORKERS[workers] | {"persistent_workers": bool(WORKERS[workers])}
-    with loader_of(folder, names, weights=[1, 1], num_samples=48, **options) as loader:
+    with loader_of(folder, names, weights=[1, 1], num_samples=48) as loader:
         loader.feedback([1, 3])
+        state = json.loads(json.dumps(loader.state_dict()))
+    with loader_of(folder, names, weights=[1, 1], num_samples=48, **options) as loader:
+        loader.load_state_dict(state)
         found = []
         for weights in ([1, 1], [3, 1]):
             epoch = [batch.tolist() for batch in loader]
@@ -274,6 +277,21 @@ def test_a_broken_state_is_refused(folder: Path, feedback: Any) -> None:
         loader.load_state_dict(state)
         with pytest.raises(StateError, match="the state is broken"):
             list(loader)
+
+
+def test_a_loader_that_shuffles(folder: Path) -> None:
+    """``shuffle=True`` shuffles every source, also those that the mixture takes in their order."""
+    stream = RemoteIterableDataset(f"{folder}/a/", streams=2)
+    mixture = Mixture([source_of(folder, "map"), stream], [1, 1], on_exhausted="drop", shuffle=False)
+    options: dict[str, Any] = {"batch_size": GLOBAL, "seed": 3, "decode": decoded}
+    (plain,), (shuffled,) = (epochs_of(DataLoader[Any](mixture, **options, shuffle=how), 1) for how in (None, True))
+    for first in (FIRST["map"], FIRST["tar"]):
+        before, after = (
+            [n % 1000 for batch in each for n in batch if n % 1000 // 100 == first // 100] for each in (plain, shuffled)
+        )
+        assert before
+        assert sorted(before) == sorted(after)
+        assert before != after
 
 
 def test_shares_of_tokens(folder: Path) -> None:
