@@ -286,11 +286,14 @@ class StateKeeper:
 
     def _elsewhere(self, config: EpochConfig) -> bool:
         """Whether `set_epoch` chose another epoch than the epoch that follows from the last position."""
-        if not config.seeded or config.iterable:
+        epoch, pending = self._clock_of(config).value, self._pending
+        if pending is not None and not pending["finished"]:
+            return bool(epoch != pending["epoch"])  # in all modes, as `begin` drops the position
+        # The state of a dataset that is iterated goes on from epoch to epoch; shards have none.
+        if not config.seeded or (config.iterable and not config.assigns_shards):
             return False
-        epoch = self._clock_of(config).value
-        if self._pending is not None:
-            return bool(epoch != self._pending["epoch"] + self._pending["finished"])
+        if pending is not None:
+            return bool(epoch != pending["epoch"] + 1)
         return self._newest is not None and self._newest.finished and epoch != self._newest.epoch + 1
 
     def load(self, spec: LoaderSpec[Any], given: dict[str, Any]) -> None:

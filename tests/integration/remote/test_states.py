@@ -45,6 +45,31 @@ def test_states_between_epochs(workers: int, tars: str) -> None:
         assert [batch.tolist() for batch in run.epoch()] == second
 
 
+@pytest.mark.parametrize("at", ["the middle", "the end"])
+def test_states_of_another_epoch(at: str, tars: str) -> None:
+    """Once `set_epoch` has chosen another epoch than the position's, a state is of its beginning."""
+    dataset = dataset_of(tars, shuffle_buffer=6)
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": 0, "seed": 5}
+    chosen = epochs_of("sync", dataset, 8, **options)[7]
+    states: list[dict[str, Any]] = []
+    with Stepwise("sync", dataset, **options) as run:
+        run.begin()
+        run.rest() if at == "the end" else run.take(2)
+        saved = run.loader.state_dict()
+        if at == "the end":
+            run.loader.set_epoch(7)
+            states.append(run.loader.state_dict())
+    with Stepwise("sync", dataset, **options) as run:
+        run.loader.load_state_dict(saved)
+        run.loader.set_epoch(7)
+        states.append(run.loader.state_dict())
+        assert [batch.tolist() for batch in run.epoch()] == chosen
+    for state in states:
+        with Stepwise("sync", dataset, **options) as run:
+            run.loader.load_state_dict(state)
+            assert [batch.tolist() for batch in run.epoch()] == chosen
+
+
 def test_torch_mode_resumes(tars: str) -> None:
     """The state has the base seed from which the order was drawn."""
     dataset = dataset_of(tars, shuffle_buffer=6)
