@@ -13,11 +13,13 @@ from typing import Any
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.window_packer import WindowPacker
-from asyncloader.packing.windows import Window
+from asyncloader.packing.windows import PackingOptions, Window
 from asyncloader.ranks.topology import Topology, topology
 
 _VERSION = 1
 _KEYS = {"version", "loader", "carried", "delivered", "batch_size", "rank", "world_size"}
+_ORDER = ("streams", "shuffle_buffer", "shuffle_shards")  # of fixed streams
+_NOT_IN_EARLIER = {"packing", *_ORDER}
 
 
 class PackedLoader:
@@ -73,15 +75,18 @@ class PackedLoader:
         """The newest iterator's position, at a row: a new dictionary of plain values. Between epochs: the next epoch.
 
         It has the loader's state before a window, and numbers: how many rows of the window were delivered, and which
-        sequences of the window before are packed with it. On resuming, at most two windows are read again. Empty if
-        the loader's is.
+        sequences of the window before are packed with it; and the options of the packing. On resuming, at most two
+        windows are read again. Empty if the loader's is.
 
         Raises:
             StateError: the loader has no exact position.
         """
-        if self._loaded is not None:
-            return copy.deepcopy(self._loaded)
-        state, carried, delivered = self._packer.position if self._packer else (self.loader.state_dict(), [], 0)
+        if self._packer is not None:
+            state, carried, delivered, options = self._packer.position
+        else:
+            state, carried, delivered, options = self.loader.state_dict(), [], 0, None
+            if (loaded := self._resumed(state)) is not None:
+                return copy.deepcopy(loaded)
         if not state:
             return {}
         return {
@@ -89,15 +94,19 @@ class PackedLoader:
             "loader": copy.deepcopy(state),
             "carried": [list(each) for each in carried],
             "delivered": delivered,
+            "packing": None if options is None else options._asdict(),
             **self._described(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at this position with the next iteration. An empty dictionary resets the position.
+        """Resume at this position with the next iteration, unless the loader's `set_epoch` chooses another epoch first.
+        An empty dictionary resets the position. Of `JoinSequences`, `max_tokens`, `strategy` and whether it has a
+        `domain` must be as before: they are compared when the first window comes, which raises the StateError.
 
         Raises:
-            StateError: the state is damaged, of another version, of a loader with another ``batch_size``, or of another
-                rank or number of ranks; or the loader refuses its part. The text says what to do.
+            StateError: the state is damaged, of another version, of a loader with another ``batch_size`` or other
+                options of fixed streams, or of another rank or number of ranks; or the loader refuses its part. The
+                text says what to do.
         """
         if state_dict:
             _check(state_dict, self._described())
@@ -105,20 +114,33 @@ class PackedLoader:
         self._loaded = copy.deepcopy(state_dict) or None
         self._packer = None
 
-    def _described(self) -> dict[str, int | None]:
-        """Return the values that must be the same where a state is loaded."""
+    def _described(self) -> dict[str, Any]:
+        """Return the values that must be the same where a state is loaded. In another order, also in one that
+        ``elastic="set"`` allows, the windows are others.
+        """
         spec = getattr(self.loader, "_spec", self.loader)
         here = topology(spec) if hasattr(spec, "_asyncloader_options") else Topology(0, 1)
-        return {"batch_size": getattr(self.loader, "batch_size", None), **here._asdict()}
+        dataset: Any = getattr(spec, "dataset", None)
+        order = dataset.described() if hasattr(type(dataset), "plan_streams") else {}
+        numbers = {"batch_size": getattr(self.loader, "batch_size", None), **here._asdict()}
+        return numbers | {name: order.get(name) for name in _ORDER}
+
+    def _resumed(self, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the loaded state; None without one, or if the loader, of this state, begins another epoch."""
+        loaded = self._loaded
+        return loaded if loaded is not None and loaded["loader"].get("epoch") == state.get("epoch") else None
 
     def _begin(self) -> WindowPacker:
-        loaded, self._loaded = self._loaded or {}, None
+        state = self.loader.state_dict()
+        loaded, self._loaded = self._resumed(state) or {}, None
+        options = loaded.get("packing")
         self._packer = WindowPacker(
             self._collate,
             drop_last=self.drop_last,
-            state=self.loader.state_dict(),
+            state=state,
             carried=loaded.get("carried", []),
             delivered=loaded.get("delivered", 0),
+            options=None if options is None else PackingOptions(**options),
         )
         return self._packer
 
@@ -170,7 +192,7 @@ class _AsyncRows(AsyncIterator[dict[str, Any]]):
 
 
 def _check(state: Any, here: dict[str, Any]) -> None:
-    if not isinstance(state, dict) or state.keys() != _KEYS:
+    if not isinstance(state, dict) or not _KEYS <= state.keys() <= _KEYS | _NOT_IN_EARLIER:
         raise StateError("the state is damaged, or not of a PackedLoader")
     if state["version"] != _VERSION:
         raise StateError(f"the state has version {state['version']!r:.100}, but this asyncloader knows {_VERSION}")
@@ -182,8 +204,11 @@ def _check(state: Any, here: dict[str, Any]) -> None:
     for each in carried:
         if not isinstance(each, list) or [type(number) for number in each] != [int] * 3 or not _is_slice(*each):
             raise StateError(f"the state is damaged: {each!r:.100} is no slice of a sequence")
+    packing = state.get("packing")
+    if packing is not None and not (isinstance(packing, dict) and packing.keys() == {*PackingOptions._fields}):
+        raise StateError(f"the state is damaged: {packing!r:.100} are no options of JoinSequences")
     for name, value in here.items():
-        if state[name] != value:
+        if name in state and state[name] != value:
             raise StateError(
                 f"the state was saved with {name}={state[name]!r:.100}, but this loader has {name}={value!r}: windows, "
                 f"and so rows, would be others; use {name}={state[name]!r:.100}, or begin anew without the state"

@@ -19,7 +19,7 @@ from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import NOTHING, Slices, pack
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.fields import join
-from asyncloader.packing.windows import Window, is_consistent
+from asyncloader.packing.windows import PackingOptions, Window, is_consistent
 
 Carried = list[list[int]]
 """The remainder of a window: ``[sequence, start, stop]`` of each slice."""
@@ -39,10 +39,18 @@ class WindowPacker:
         state: the loader's state before the first window that will be added.
         carried: the remainder of that window, whose rows were delivered; empty: it is packed like the others.
         delivered: rows of the next window that is packed that were delivered.
+        options: of the windows when these rows were packed; None: no window was packed.
     """
 
     def __init__(
-        self, collate: PackSequences, *, drop_last: bool, state: Any, carried: Carried, delivered: int
+        self,
+        collate: PackSequences,
+        *,
+        drop_last: bool,
+        state: Any,
+        carried: Carried,
+        delivered: int,
+        options: PackingOptions | None = None,
     ) -> None:
         self._collate = collate
         self._drop_last = drop_last
@@ -60,18 +68,20 @@ class WindowPacker:
         """Rows of the window that were delivered. The caller adds 1 when it returns a row."""
         self.over = False
         """Whether the end of the epoch was added."""
+        self._options = options
 
     @property
-    def position(self) -> tuple[Any, Carried, int]:
-        """The arguments `state`, `carried` and `delivered` of a packer that continues with the next row."""
-        return *self._position, self.delivered
+    def position(self) -> tuple[Any, Carried, int, PackingOptions | None]:
+        """The arguments `state`, `carried`, `delivered` and `options` of a packer that continues with the next row."""
+        return *self._position, self.delivered, self._options
 
     def add(self, state: Any, read: list[Window]) -> None:
         """Pack a window that was read at this state of the loader, and remove it from the list. An empty list: the
         epoch has ended. The rows before must have been delivered. May be called again if it was interrupted.
 
         Raises:
-            StateError: the sequences are not those of the state from which the epoch continues.
+            StateError: the sequences are not those of the state from which the epoch continues, or are packed by other
+                options.
             ValueError: the window's sequences have other fields than those of the window before; or it contradicts
                 itself.
             TypeError: the loader's batches are no windows.
@@ -84,6 +94,10 @@ class WindowPacker:
             )
         if window is not None and not is_consistent(window):
             raise ValueError("a window contradicts itself: its lengths, fields and options were not made together")
+        options = self._options if window is None else PackingOptions.of(window)
+        if self._sources is None and self._options is not None and options is not None:
+            # Delivered rows are known by their number alone: packed otherwise, sequences would be lost or repeated.
+            _check_options(self._options, options)
         if self._sought:
             slices = np.array(self._sought, np.int64)
             lengths = np.zeros(0, np.int64) if window is None else window.lengths
@@ -99,6 +113,7 @@ class WindowPacker:
         if self._skip > len(rows):
             raise StateError(_OTHERS)
         # No calls from here on: Ctrl-C cannot come between these assignments.
+        self._options = options
         self._position = (self._before if self._carried else state), self._carried
         self._sources, self._rows, self.delivered, self._skip = sources, rows, self._skip, 0
         self._before, self._carried, self._carry = state, numbers, carry
@@ -149,6 +164,22 @@ class WindowPacker:
             elif window is not None or not self._drop_last:
                 rows.append(left)
         return rows, np.concatenate(kept) if kept else NOTHING
+
+
+def _check_options(saved: PackingOptions, here: PackingOptions) -> None:
+    for name, before, now in zip(saved._fields, saved, here, strict=True):
+        if before != now:
+            given, other = _shown(name, before), _shown(name, now)
+            raise StateError(
+                f"the state was saved with {given} of JoinSequences, which now has {other}: rows would be others; use "
+                f"{given}, or begin anew without the state"
+            )
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"{name}={'a function' if value else None}"
+    return f"{name}={value!r:.100}"
 
 
 def _by_domain(windows: list[Window]) -> list[list[int]]:

@@ -6,7 +6,7 @@ Data path: worker: dataset -> [windows] -> codec -> ring -> window_packer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,24 @@ class Window(NamedTuple):
     domains: list[int | str] | None
     max_tokens: int
     strategy: Strategy
+
+
+class PackingOptions(NamedTuple):
+    """The options of `JoinSequences` that divide a window's sequences among rows.
+
+    Attributes:
+        max_tokens, strategy: see `pack`.
+        domain: whether rows have sequences of one domain only.
+    """
+
+    max_tokens: int
+    strategy: str
+    domain: bool
+
+    @classmethod
+    def of(cls, window: Window) -> Self:
+        """Return the options of a window."""
+        return cls(window.max_tokens, window.strategy, window.domains is not None)
 
 
 def is_consistent(window: Window) -> bool:

@@ -235,6 +235,7 @@ def test_rows_of_a_rank(tmp_path: Path) -> None:
         {"carried": [[-1, 0, 1]]},
         {"loader": 3},
         {"loader": None},
+        {"packing": {"max_tokens": MOST}},
     ],
 )
 def test_damaged_states(change: dict[str, Any], tmp_path: Path) -> None:
@@ -248,6 +249,39 @@ def test_damaged_states(change: dict[str, Any], tmp_path: Path) -> None:
             packed.load_state_dict(damaged)
     packed.load_state_dict({})
     assert next(iter(packed))["tokens"].tolist() == first
+
+
+def test_another_epoch_than_that_of_the_state(tmp_path: Path) -> None:
+    """Begins with its first window, whose rows are all delivered; so does one that resumes from there."""
+
+    def resumed(state: dict[str, Any]) -> PackedLoader:
+        packed = PackedLoader(make("fixed", tmp_path))
+        packed.load_state_dict(state)
+        return packed
+
+    packed = PackedLoader(make("fixed", tmp_path))
+    packed.loader.set_epoch(2)
+    whole = [row["tokens"].tolist() for row in packed]
+    packed = PackedLoader(make("fixed", tmp_path))
+    rows = iter(packed)
+    for _ in range(20):
+        next(rows)
+    packed = resumed(packed.state_dict())
+    packed.loader.set_epoch(2)
+    for each in (resumed(packed.state_dict()), packed):
+        assert [row["tokens"].tolist() for row in each] == whole
+
+
+def test_other_fixed_streams_have_other_windows(tmp_path: Path) -> None:
+    """Also where the loader alone would read the rest of the samples in another order."""
+    packed = PackedLoader(make("fixed", tmp_path))
+    next(iter(packed))
+    dataset = RemoteIterableDataset(f"{tmp_path}/", shuffle_buffer=20, streams=3, elastic="set")
+    options: dict[str, Any] = {"batch_size": 40, "seed": 1, "decode": from_number}
+    with DataLoader[Any](dataset, **options, collate_fn=JoinSequences(MOST, domain=parity)) as loader:
+        loader.load_state_dict(packed.state_dict()["loader"])
+        with pytest.raises(StateError, match="saved with streams=2, but this loader has streams=3"):
+            PackedLoader(loader).load_state_dict(packed.state_dict())
 
 
 def test_errors_of_the_loader_leave_the_rows_as_they_are(tmp_path: Path) -> None:

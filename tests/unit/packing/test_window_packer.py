@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from asyncloader import JoinSequences, PackSequences
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import STRATEGIES
 from asyncloader.packing.window_packer import Carried, WindowPacker
-from asyncloader.packing.windows import Window
+from asyncloader.packing.windows import PackingOptions, Window
 
 MOST = 30
 
@@ -39,10 +40,17 @@ def cases(draw: st.DrawFn) -> tuple[list[Window], bool]:
 
 
 def run(
-    windows: list[Window], drop_last: bool, state: int = 0, carried: Carried | None = None, delivered: int = 0
+    windows: list[Window],
+    drop_last: bool,
+    state: int = 0,
+    carried: Carried | None = None,
+    delivered: int = 0,
+    options: PackingOptions | None = None,
 ) -> list[tuple[Any, dict[str, Any]]]:
     """The rows from a position on, each with the position before it; the loader's state is the number of windows."""
-    packer = WindowPacker(PackSequences(), drop_last=drop_last, state=state, carried=carried or [], delivered=delivered)
+    packer = WindowPacker(
+        PackSequences(), drop_last=drop_last, state=state, carried=carried or [], delivered=delivered, options=options
+    )
     rows: list[tuple[Any, dict[str, Any]]] = []
     while True:
         while (row := packer.row()) is not None:
@@ -111,6 +119,23 @@ def test_other_sequences(position: tuple[int, Carried, int]) -> None:
     windows = [JoinSequences(MOST)([torch.ones(4)])]
     with pytest.raises(StateError, match="saved of other sequences than those that the loader reads now"):
         run(windows, False, *position)
+
+
+@pytest.mark.parametrize(
+    ("now", "message"),
+    [
+        ({"max_tokens": 60}, "saved with max_tokens=30 of JoinSequences, which now has max_tokens=60"),
+        ({"strategy": "wrap"}, "saved with strategy='best_fit' of JoinSequences, which now has strategy='wrap'"),
+        ({"domain": by_domain}, "saved with domain=None of JoinSequences, which now has domain=a function"),
+    ],
+)
+def test_other_options(now: dict[str, Any], message: str) -> None:
+    """The number of the rows that were delivered finds the next row only where the rows are packed as before."""
+    samples = [{"tokens": torch.ones(20), "domain": number} for number in range(4)]
+    options: dict[str, Any] = {"max_tokens": MOST} | now
+    position = run([JoinSequences(MOST)(samples)], False)[2][0]
+    with pytest.raises(StateError, match=re.escape(message)):
+        run([JoinSequences(**options)(samples)], False, *position)
 
 
 def test_other_fields() -> None:
