@@ -86,7 +86,8 @@ async def find_shards(
         stores: find the transports for the URLs.
         format: of all shards. None: by the extension; below a prefix, objects with other extensions are ignored. With a
             format, all objects below a prefix are shards, except names that begin with ``_``. Names that begin with
-            ``.`` are always ignored. A format's name is an extension without its dot: ``"tar"``, ``"jsonl.gz"``,
+            ``.`` are always ignored. A ``*`` finds neither of them, nor names that begin with ``_`` and have another
+            extension. A format's name is an extension without its dot: ``"tar"``, ``"jsonl.gz"``,
             ``"parquet"``.
 
     Raises:
@@ -217,9 +218,7 @@ async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[S
     async with aclosing(transport.list(prefix)) as paths:
         async for path in paths:
             rest = path[len(prefix) :]
-            # A hidden file matches only a pattern that names a hidden part.
-            hidden = rest.rpartition("/")[2].startswith(".") and "/." not in f"/{pattern}"
-            if name.fullmatch(rest) and not hidden:
+            if name.fullmatch(rest) and not _is_left_out(rest, pattern, wanted):
                 shard = _single(join_url(folder + query, rest), wanted)
                 found.append(shard._replace(size=transport.listed_size(path)))
             else:
@@ -229,6 +228,16 @@ async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[S
     if not found:
         raise ValueError(f"no object matches {url!r}; there are {others:,} others below {folder!r}")
     return found
+
+
+def _is_left_out(path: str, pattern: str, wanted: ShardFormat | None) -> bool:
+    """Return whether the pattern would have to name the first character of a file: a hidden file, or one that lies
+    beside shards, such as `_SUCCESS` and the index of a shard's samples.
+    """
+    first = path.rpartition("/")[2][:1]
+    if f"/{first}" in f"/{pattern}":
+        return False
+    return first == "." or (first == "_" and (wanted is not None or not _is_known(path)))
 
 
 def _regex(pattern: str) -> str:

@@ -74,8 +74,8 @@ async def test_single_shards_are_believed() -> None:
 )
 @pytest.mark.parametrize("written", ["{}/", "file://{}/", "transport"])
 async def test_a_star_is_any_part_of_a_name(tmp_path: Path, written: str, pattern: str, names: list[str]) -> None:
-    """Files are found in subdirectories, and sorted by path."""
-    files = ["b.tar", "a/c.jsonl", "a/d.jsonl", "a b.tar", ".x.tar", "e.jsonl"]
+    """Files are found in subdirectories, and sorted by path. Files that lie beside shards are left out."""
+    files = ["b.tar", "a/c.jsonl", "a/d.jsonl", "a b.tar", ".x.tar", "e.jsonl", "_b.tar.samples", "a/_SUCCESS"]
     stores, prefix = local(tmp_path, *files), written.format(tmp_path)
     if written == "transport":
         stores, prefix = Stores(transport=MemoryTransport(dict.fromkeys(files, b""))), ""
@@ -152,8 +152,9 @@ async def test_names_that_are_no_text(tmp_path: Path, written: str) -> None:
 async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:
     """Objects that other programs leave behind, such as ``_SUCCESS``, are left out."""
     stores = local(tmp_path, "part-0", "part-1", "_SUCCESS", ".part-0.crc")
-    shards = await find_shards(f"{tmp_path}/", stores, "jsonl")
-    assert [shard.url.rpartition("/")[2] for shard in shards] == ["part-0", "part-1"]
+    for url in (f"{tmp_path}/", f"{tmp_path}/*"):
+        shards = await find_shards(url, stores, "jsonl")
+        assert [shard.url.rpartition("/")[2] for shard in shards] == ["part-0", "part-1"]
     with pytest.raises(ValueError, match=r"no shard below .*, but 2 objects of other extensions|3 objects of other"):
         await find_shards(f"{tmp_path}/", stores)
     await stores.aclose()
