@@ -117,6 +117,7 @@ class ShardWriter:
         self._settings = json.loads(json.dumps({"format": names.format, **about}))
         self._overwrite = overwrite
         self._earlier: Mapping[int, ShardRecord] = {}  # of the run that this one continues or repeats
+        self._complete = False  # that run was: the shards after its last one are written once its own are compared
         self._done: dict[int, ShardRecord] = {}
         self._pool = BlockingPool("shards", max(2, min(8, os.cpu_count() or 1)))
         self._stopped = False
@@ -158,12 +159,17 @@ class ShardWriter:
                 )
         else:
             self._check_settings(index)
-            self._earlier = index.shards
+            self._earlier, self._complete = index.shards, index.complete
+            others = [name for name in stored if name != INDEX and self._names.number(name) not in index.shards]
+            if index.complete and others:
+                raise FileExistsError(
+                    f"{self._url(others[0])} exists, and is none of the {len(index.shards)} shards that write_shards "
+                    "has written: choose another name, or delete all by overwrite=True"
+                )
             if not index.complete:
                 # Complete, but not recorded: the writer was killed in between. They are written again.
-                for name in stored:
-                    if self._names.number(name) not in index.shards:
-                        await self._delete(name)
+                for name in (*others, *((INDEX,) if INDEX in stored else ())):
+                    await self._delete(name)
                 if skip:
                     start = await self._find_start()
         if index is None or not index.complete:
@@ -220,6 +226,13 @@ class ShardWriter:
 
     async def _begin(self, shard: CutShard) -> None:
         """Start to write a shard, as soon as the memory allows it."""
+        if self._complete and shard.number not in self._earlier:
+            # Samples that are others than those of the shards before must not add a shard to them.
+            while not self._earlier.keys() <= self._done.keys():
+                self._freed.clear()
+                await self._freed.wait()
+            await self._write_index(complete=False)  # a writer that is killed leaves a shard that is not recorded
+            self._complete = False
         # By the limit, not by the shard's size: the next shard grows while this one is uploaded.
         while self._uploading and (
             self._uploaded_bytes + shard.size + self._max_bytes > self._buffer_bytes or self._uploading >= MOST_AT_ONCE

@@ -333,12 +333,17 @@ async def test_cancelled_at_every_turn_of_the_loop(tmp_path: Path) -> None:
 async def test_a_slow_store_holds_the_samples_back() -> None:
     """Shards are uploaded at the same time, as many as the buffer has room for, and no sample is taken beyond that."""
     taken, at_once, most = 0, 0, 0
+    full = asyncio.Event()  # however long the next shards take to assemble
 
     class Slow(MemoryTransport):
         async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
             nonlocal at_once, most
             at_once += path.startswith("train")
             most = max(most, at_once)
+            if at_once == 3:
+                full.set()
+            if path.startswith("train"):
+                await full.wait()
             for _ in range(200):
                 await asyncio.sleep(0)
             info = await super().write(path, pieces)
@@ -423,6 +428,13 @@ async def test_an_existing_target_is_refused_or_overwritten() -> None:
         await write([{"__key__": f"{number}", "x": b""} for number in range(NUMBER)])
     with pytest.raises(FileExistsError, match="from more samples than there are now"):
         await write(list(samples_of("tar"))[: shards[0].samples])
+    more = [*samples_of("tar"), *({"__key__": f"more {number}", "x": b""} for number in range(99))]
+    with pytest.raises(FileExistsError, match=r"with other samples than those from number \d+ on"):
+        await write(more)
+    store.put("train-999.tar", b"of another program")
+    with pytest.raises(FileExistsError, match=rf"train-999\.tar exists, and is none of the {len(shards)} shards"):
+        await write()
+    await store.delete("train-999.tar")
     assert store._objects == before
     few = await write(list(samples_of("tar"))[:3], overwrite=True)
     assert len(few) == 1
