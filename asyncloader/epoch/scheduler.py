@@ -79,8 +79,8 @@ class Scheduler:
         epoch: part of each task, to recognise answers of an abandoned epoch.
         max_restarts: how often each worker may be replaced.
         concurrent: whether a worker processes several tasks at a time (asynchronous datasets).
-        lane_of: with round robin, returns the lane of an index; the tasks of a lane go to the same worker, which reads
-            on where it stopped. None: the tasks themselves go round.
+        lane_of: with round robin, returns the lane of an index, given the number of workers; the tasks of a lane go to
+            the same worker, which reads on where it stopped. None: the tasks themselves go round.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Scheduler:
         epoch: int = 0,
         max_restarts: int = 0,
         concurrent: bool = False,
-        lane_of: Callable[[Any], int] | None = None,
+        lane_of: Callable[[Any, int], int] | None = None,
     ) -> None:
         if workers < 1 or credits < 1:
             raise ValueError(f"workers and credits must be at least 1, got workers={workers}, credits={credits}")
@@ -269,7 +269,7 @@ class Scheduler:
             )
         self._asked -= 1
         if self._lane_of is not None:
-            self._next_worker = self._lane_of(index) % self.workers
+            self._next_worker = self._lane_of(index, self.workers) % self.workers
         worker = self._choose()
         if worker is None:
             return []  # every worker's copy of the iterable dataset has ended

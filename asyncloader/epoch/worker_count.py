@@ -9,6 +9,7 @@ no start. A decision ends them, the last one first, once they have answered thei
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
 from collections.abc import Callable
 from time import perf_counter
@@ -25,15 +26,19 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.run_figures import Run
 from asyncloader.telemetry.trials import Decision
-from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS
+from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS, most_in_memory
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.growing_pool import GrowingPool
 from asyncloader.workers.memory.segment import memory_limit
 from asyncloader.workers.memory_limit import private_bytes
 from asyncloader.workers.source import WorkerHandle
 
+if sys.platform != "win32":
+    import resource
+
 _STARTING_S = 60.0  # for workers to begin, before a trial of them is given up
-_RESERVE = 0.1  # the share of the memory that is left that no worker is started into
+_FILES = 7  # descriptors of this process that a worker takes
+_LOOKED_AT = 4  # workers whose memory is counted, in milliseconds each: the first, which have grown the longest
 
 
 class WorkerCount(TunedSetting):
@@ -174,16 +179,19 @@ class WorkerCount(TunedSetting):
         # The workers were told that there are no more, when there may have been fewer CPUs.
         most = min(most, config.most_workers)
         there = len(self._pool.processes)
-        # Only where more may be tried now: the kernel walks through all pages of each worker to count them.
+        if config.workers is None and (files := _most_files()) < _FILES * most:
+            most, limit = max(there, files // _FILES), f"half of the open files of a process (ulimit -n): {files}"
+        # Only where more may be tried now: the kernel walks through all pages of a worker to count them.
         if proposed <= there or not self.auto.tuner.may_try(min(proposed, most)) or config.workers is not None:
             return most, limit
         if (room := memory_limit()[0]) is None:
             return most, limit
         rings = max(ring.nbytes for ring in self._pool.rings)
-        largest = max(1 << 20, rings + max(private_bytes(process.pid) for process in self._pool.processes))
-        more = int(room * (1 - _RESERVE)) // largest
-        if there + more < most:
-            most, limit = there + more, f"{room >> 20:,} MiB of free memory, at {largest >> 20:,} MiB a worker,"
+        private = max(private_bytes(process.pid) for process in self._pool.processes[:_LOOKED_AT])
+        largest = max(1 << 20, rings + private)
+        if (fit := most_in_memory(there, largest, room)) < most:
+            free = room + there * largest
+            most, limit = fit, f"half of {free >> 20:,} MiB, free without workers, at {largest >> 20:,} MiB each,"
         return most, limit
 
     def _give_up(self, reason: str) -> None:
@@ -235,6 +243,12 @@ class WorkerCount(TunedSetting):
         if len(self._pool.processes) < before:
             self._pool.dismiss_soon()
         self._requested = max(len(self._pool.processes), min(self._requested, self.auto.number))
+
+
+def _most_files() -> int:
+    """Return how many open files workers may take of those that this process may have: half."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
 
 
 def _ignored(event: Event) -> None:

@@ -53,7 +53,7 @@ class EpochConfig:
     """Whether the main process assigns the dataset's shards to the workers."""
     planned: bool
     """Whether the main process plans the dataset's epochs, and so reads from the store of its shards."""
-    lane_of: Callable[[Any], int] | None
+    lane_of: Callable[[Any, int], int] | None
     """Which steps are best made by the same worker; None: any worker may make any."""
     concurrent: bool
     """Whether a copy of the dataset has several samples in flight, by awaiting them or in threads."""
@@ -197,7 +197,7 @@ class EpochConfig:
             "iterable": iterable,
             "assigns_shards": assigned,
             "planned": assigned or positions is not None,
-            "lane_of": None if positions is None else positions.lane_of(most_workers),
+            "lane_of": None if positions is None else positions.lane_of,
             "num_workers": number,
             "most_workers": most_workers,
             "loader_streams": streams,

@@ -29,10 +29,12 @@ class PositionSource(AsyncIndexSource):
     ranks: RankExchange | None = None
     """The other ranks, which plan together with this one; None: this rank plans alone."""
 
-    def lane_of(self, workers: int) -> Callable[[PositionedIndex], int]:
-        """Return a function that says which lane a step belongs to. More workers than lanes make each in turn."""
-        lanes = self.sampler.dataset.lanes
-        return partial(_lane, self.batch, lanes * max(1, workers // lanes))
+    @property
+    def lane_of(self) -> Callable[[PositionedIndex, int], int]:
+        """A function that says which lane a step belongs to, given the number of workers: more workers than lanes make
+        each in turn.
+        """
+        return partial(_lane, self.batch, self.sampler.dataset.lanes)
 
     @property
     def batch(self) -> int:
@@ -85,5 +87,5 @@ class _PresentState(StateLog):
         return {"at": 0, "ended": False, "sampler": self._sampler.state_dict(), "iterator": None}
 
 
-def _lane(batch: int, lanes: int, index: PositionedIndex) -> int:
-    return index.first // batch % lanes
+def _lane(batch: int, lanes: int, index: PositionedIndex, workers: int) -> int:
+    return index.first // batch % (lanes * max(1, workers // lanes))

@@ -25,6 +25,7 @@ WORTH = 1.1
 CROWDED = 1.1  # how much longer computing takes if more workers than CPUs take turns
 _FORK_S, _SPAWN_S = 0.05, 2.0  # to start workers, where that was not measured
 _CONCURRENCIES = (16, 64, 256)
+_WORKERS = (0, 1, 2, 4, 8, 16, 32, MOST_WAITING_WORKERS)
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ def _settings(run: Run, *, any_order: bool) -> list[_Setting]:
         most = max(run.cpus, MOST_WAITING_WORKERS) if waits else run.cpus
         most = most if run.streams is None else min(most, run.streams)  # a worker serves at least one of them
         least = 1 if run.held_up else 0  # this process would be no quicker at making batches
-        workers = sorted(
-            {run.workers, *(number for number in (0, 1, 2, 4, 8, 16, run.cpus) if least <= number <= most)}
-        )
+        workers = sorted({run.workers, *(number for number in (*_WORKERS, run.cpus) if least <= number <= most)})
     several = [run.concurrency]
     if run.asynchronous and not run.iterable and not run.tunes_concurrency:
         several += [number for number in _CONCURRENCIES if number > run.concurrency]

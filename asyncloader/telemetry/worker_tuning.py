@@ -12,10 +12,24 @@ from math import ceil
 
 from asyncloader.telemetry.trials import HEALTHY_WAIT, Measured, Proposal, Tuner
 
-MOST_WAITING_WORKERS = 16
-"""Workers that are proposed for a blocking dataset that waits, whatever the number of CPUs."""
+MOST_WAITING_WORKERS = 64
+"""Workers that are proposed for a blocking dataset that waits, whatever the number of CPUs. Memory may allow fewer
+processes; from 2 workers on, five trials of twice as many reach it.
+"""
 
 _BUSY = 0.7  # the share of their time for which fewer workers may be busy
+_MEMORY = 0.5  # the share of the memory that workers may take: files that they read, and the consumer, need some, too
+
+
+def most_in_memory(workers: int, largest: int, free: int) -> int:
+    """Return how many workers there may be: more than now only within half of the memory that is free without them.
+
+    Args:
+        workers: number of them now.
+        largest: bytes that one takes.
+        free: bytes that are left beside them.
+    """
+    return max(workers, int(_MEMORY * (free + workers * largest)) // largest)
 
 
 class WorkerTuner(Tuner):

@@ -32,7 +32,7 @@ _PAGE = """\
 Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what following its
 advice gains. The costs of samples are drawn from the seeds {seeds}. *Promised* is the gain in the words of the verdict;
 *got*, the time of the run through that with the advised change; *of the best*, how much of the best setting's gain that
-is, among numbers of workers (0 to 16), `prefetch_factor` (1 to 4), `concurrency` (4 to 256), persistent workers and
+is, among numbers of workers (0 to 64), `prefetch_factor` (1 to 4), `concurrency` (4 to 256), persistent workers and
 sizes of rings, as far as they can act. Medians over the seeds; measured on {cpus} CPUs by
 `python -m tests.verdicts --save`.
 

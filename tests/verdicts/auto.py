@@ -18,11 +18,11 @@ from tests.verdicts.planted import AsyncPlanted, Crowded, Locked, Pauses, Plante
 
 _SECONDS, _SETTLED_S, _BIN_S = 40.0, 30.0, 1.0
 _NUMBERS = {
-    "num_workers": (1, 2, 4, 8, 16),
+    "num_workers": (1, 2, 4, 8, 16, 32, 64),
     "concurrency": (4, 16, 32, 64, 128, 256),
     "prefetch_factor": (1, 2, 8, 32),
 }
-_LENGTH = 200_000
+_LENGTH = 800_000
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ ROWS = [
         ("fetch",),
         lambda seed: Planted(seed, 320, waits=0.004),
         {"batch_size": 8, "num_workers": 2},
-        (*workers(0, 1, 4, 8, 16), *PREFETCH),
+        (*workers(0, 1, 4, 8, 16, 32, 64), *PREFETCH),
     ),
     Row(
         "slow storage, async dataset",
@@ -137,7 +137,7 @@ ROWS = [
         ("fetch",),
         lambda seed: Planted(seed, 160, waits=0.004),
         {"batch_size": 8, "num_workers": 0},
-        workers(1, 2, 4, 8, 16),
+        workers(1, 2, 4, 8, 16, 32, 64),
     ),
     Row(
         "a sampler that is slow",

@@ -6,7 +6,9 @@ import copy
 import logging
 import pickle
 import random
+import resource
 import threading
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,8 +18,10 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
 from asyncloader.dataloader2 import MultiProcessingReadingService
+from asyncloader.epoch.worker_count import WorkerCount
 from asyncloader.options import auto_workers
 from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.trials import Decision, Measured
 from asyncloader.telemetry.worker_tuning import WorkerTuner
 from tests.helpers.comparing import assert_same
@@ -143,6 +147,16 @@ def _info(_: Any) -> tuple[int, int]:
     info = torch.utils.data.get_worker_info()
     assert info is not None
     return info.id, info.num_workers
+
+
+def test_open_files_bound_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers take no more than half of them; those that there are stay."""
+    loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
+    config, count = EpochConfig.of(loader), WorkerCount(AutoWorkers())
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (140, 4096))
+    for there, most in ((2, 10), (12, 12)):
+        count._pool = SimpleNamespace(processes=[None] * there)  # type: ignore[assignment]
+        assert count._most(0, config) == (most, "half of the open files of a process (ulimit -n): 70")
 
 
 @pytest.mark.parametrize("persistent", [False, True])

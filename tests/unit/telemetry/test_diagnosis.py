@@ -127,7 +127,7 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
     "worker threads that wait": (
         run({"transfer": 1e-4}, worker(0.19, 0.2), worker(0.19, 0.2), in_threads=True),
         "fetch",
-        {"num_workers": 16},
+        {"num_workers": 32},
         "up to",
     ),
     "worker threads that compute": (
@@ -244,13 +244,13 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
     "a dataset that waits, without workers": (
         run({"fetch": 0.095}, **WAITS),
         "fetch",
-        {"num_workers": 16},
+        {"num_workers": 32},
         "Samples cost waiting",
     ),
     "a dataset that waits, in too few workers": (
         run({}, worker(0.19, 0.5), worker(0.19, 0.5), cpus=2),
         "fetch",
-        {"num_workers": 16},
+        {"num_workers": 32},
         "workers wait for their reads",
     ),
     "an async dataset with few samples at a time": (
@@ -263,7 +263,7 @@ RUNS: dict[str, tuple[Run, str, dict[str, Any], str]] = {
         run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True),
         "fetch",
         {},
-        "num_workers=16 would make it up to 6.4 times as fast, if the stream has as many parts (shards)",
+        "num_workers=32 would make it up to 8.4 times as fast, if the stream has as many parts (shards)",
     ),
     "a dataset of eight streams that waits": (
         run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True, streams=8),

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.telemetry.trials import Decision, Measured
-from asyncloader.telemetry.worker_tuning import WorkerTuner
+from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS, WorkerTuner, most_in_memory
 
 
 def window(
@@ -119,6 +119,12 @@ def test_a_number_that_is_not_to_be_had() -> None:
     assert fed(tuner, *[window(10)] * 10) == [None] * 10
 
 
+@pytest.mark.parametrize(("workers", "free", "most"), [(4, 0, 4), (4, 200, 4), (4, 1200, 8), (1, 900, 5)])
+def test_workers_take_half_of_the_memory(workers: int, free: int, most: int) -> None:
+    """Of that which is free without them; those that there are stay."""
+    assert most_in_memory(workers, 100, free) == most
+
+
 @given(
     st.integers(1, 20),
     st.lists(
@@ -181,9 +187,9 @@ class Simulated:
     def proposed(self, workers: int) -> int | None:
         """As the diagnosis does, which cannot know of a lock: the least of some numbers that is predicted best."""
         lock, self.lock = self.lock, False
-        most = 16 if self.waits > self.computes else self.cpus
+        most = MOST_WAITING_WORKERS if self.waits > self.computes else self.cpus
         best = workers
-        for each in sorted({1, 2, 4, 8, 16, self.cpus}):
+        for each in sorted({1, 2, 4, 8, 16, 32, 64, self.cpus}):
             if each <= most and self.rate(each) > 1.1 * self.rate(best):
                 best = each
         self.lock = lock
@@ -204,7 +210,7 @@ class Simulated:
             decision = tuner.observe(
                 Measured(
                     *(round(1e6 * rate * length), 1e6 * length, waited, "fetch"),
-                    *(self.proposed(number), min(1.0, rate * work / number), max(16, self.cpus)),
+                    *(self.proposed(number), min(1.0, rate * work / number), max(MOST_WAITING_WORKERS, self.cpus)),
                 )
             )
             if decision is not None and not decision.kept:
@@ -216,6 +222,7 @@ RUNS = 12
 
 SCENES: dict[str, Callable[[], Simulated]] = {
     "slow reads": lambda: Simulated(waits=0.032),
+    "slow reads, 2 CPUs": lambda: Simulated(waits=0.032, computes=0.0005, cpus=2),
     "slow reads, slow consumer": lambda: Simulated(waits=0.032, consumer=0.006),
     "slow consumer": lambda: Simulated(waits=0.004, consumer=0.02),
     "computing, 2 CPUs": lambda: Simulated(computes=0.03, cpus=2),
@@ -237,7 +244,7 @@ def test_convergence(name: str, noise: float) -> None:
         scene.noise = noise
         first = min(4, scene.cpus)
         seen = scene.run(150.0, seed, first)
-        best = max(scene.rate(number) for number in range(1, max(16, scene.cpus) + 1))
+        best = max(scene.rate(number) for number in range(1, max(MOST_WAITING_WORKERS, scene.cpus) + 1))
         late = [rate for at, rate, _ in seen if at > 30]
         low = longest = before = 0.0
         for at, rate, _ in seen:
