@@ -121,7 +121,7 @@ def _snapshots(make: Callable[[], Any], job: Job) -> list[dict[str, str]]:
     loader = opened(make, job)
     roots = parts(loader)
     before = snapshot(roots)
-    batches = _until(loader, job)
+    batches = until(loader, job)
     after = snapshot(roots)
     del batches
     return [before, after]
@@ -132,7 +132,7 @@ def _batch(make: Callable[[], Any], job: Job, path: str | None) -> dict[str, str
     loader = opened(make, job)
     held = None if path is None else _at(loader, path)
     saved = None if held is None else copied(held.get())
-    batches = _until(loader, job)
+    batches = until(loader, job)
     if held is not None:
         _restore(held, saved)
     return leaves(next(batches))
@@ -144,7 +144,7 @@ def _writers(make: Callable[[], Any], job: Job, path: str) -> list[Any]:
     if held is None:
         return []
     with changes(lambda: token(held.get(), 3)) as lines:
-        next(_until(loader, job), None)
+        next(until(loader, job), None)
     return [list(each) for each in lines[:5]]
 
 
@@ -152,7 +152,7 @@ def _at(loader: Any, path: str) -> Kept | None:
     return next((each for each in kept(parts(loader)) if each.path == path), None)
 
 
-def _until(loader: Any, job: Job) -> Iterator[Any]:
+def until(loader: Any, job: Job) -> Iterator[Any]:
     """Return an iterator that stands before the job's batch."""
     if job.get("passes") == 2:
         for _ in read_before(loader, job["kind"], job["batches"]):
@@ -258,7 +258,7 @@ def sites(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]
     sources.active = True
     with record() if job.get("trace") else _nothing() as events:
         loader = opened(make, job)
-        batch = next(_until(loader, job), None)
+        batch = next(until(loader, job), None)
     sources.active = False
     found = [[name, *place] for name, place in sources.sites]
     imported = [[name, *place] for name, place in sources.imported[:50]]

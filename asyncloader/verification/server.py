@@ -1,6 +1,6 @@
 """A process that imports the user's module once and runs each job in a fork of itself, under a deadline.
 
-Data path: jobs as lines of JSON -> [server: fork -> runs, causes] -> results as lines of JSON.
+Data path: jobs as lines of JSON -> [server: fork -> runs, causes, draws] -> results as lines of JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import IO, Any
 
-from asyncloader.verification import causes
+from asyncloader.verification import causes, draws
 from asyncloader.verification.descendants import adopt_orphans
 from asyncloader.verification.interpreter import OTHER_ORDER
 from asyncloader.verification.making import CannotVerify, IteratedAtImport, import_target
@@ -52,7 +52,7 @@ def main(fd: int, target: str) -> None:
     sources = Sources()
     sources.install(turned=os.environ.get("PYTHONHASHSEED") == str(OTHER_ORDER))
     sources.importing = True  # in this process, which imports it and does nothing else
-    serve(fd, target, lambda job, make, note: _carry_out(job, make, sources, note))
+    serve(fd, target, lambda job, make, note: _carry_out(job, make, sources, note, target))
 
 
 def serve(fd: int, target: str, carry_out: CarryOut) -> None:
@@ -249,7 +249,9 @@ def _child(
         os._exit(0)
 
 
-def _carry_out(job: Job, make: Callable[[], Any], sources: Sources, note: Callable[[str], None]) -> dict[str, Any]:
+def _carry_out(
+    job: Job, make: Callable[[], Any], sources: Sources, note: Callable[[str], None], target: str
+) -> dict[str, Any]:
     sources.importing = False  # in this fork
     match job["do"]:
         case "look":
@@ -265,6 +267,10 @@ def _carry_out(job: Job, make: Callable[[], Any], sources: Sources, note: Callab
             return causes.sites(make, job, sources)
         case "setup":
             return causes.setup(make, job, sources)
+        case "drawn in samples":
+            return draws.in_samples(make, job)
+        case "drawn at import":
+            return draws.at_import(target, job, sources)
         case "kept":
             return causes.kept_values(make, job)
         case "aliasing":

@@ -90,6 +90,20 @@ def parts_ways(where: CodeLine | None, number: int, why: str, advice: str, state
     return at("random numbers" if state == "problem" else "ambient seeds", state, where, text, advice, batch=number)
 
 
+def drawn_at_import(where: CodeLine, number: int) -> Finding:
+    """A line that draws from the process's generators while the module is imported."""
+    text = f"draws while the module is imported, when nothing has seeded the generator: batch {number} is another in"
+    advice = "give it a generator with a seed: random.Random(0), numpy.random.default_rng(0)"
+    return at("random numbers", "problem", where, f"{text} each process", advice, batch=number)
+
+
+def drawn_in_threads(where: CodeLine, number: int, seen: str) -> Finding:
+    """A line that draws from the process's generators in worker threads."""
+    text = f"draws from a generator of the process, which all threads share: with {seen} batch {number} is another,"
+    advice = "draw from asyncloader.sample_rng()"
+    return at("random numbers", "problem", where, f"{text} or refused", advice, batch=number)
+
+
 def kept_state(path: str, lines: Sequence[Any], number: int, seen: str, part: str) -> Finding:
     """A value that is kept between samples, and changes them."""
     where = place(lines[0]) if lines else None

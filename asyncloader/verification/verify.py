@@ -251,6 +251,8 @@ class Verification:
             return verdict.parts_ways(place, number, why, advice + verdict.OWN_GENERATOR, state)
         again = self._ask({**job, "thawed": []})
         if again.get("leaves") == one.get("leaves"):
+            if (drawn := self._drawn_at_import(number)) is not None:
+                return drawn
             why = (
                 "this line has another effect in another process, as what follows from its hash seed has: hash() of a "
             )
@@ -261,6 +263,13 @@ class Verification:
             return verdict.parts_ways(place, number, why, advice, state)
         why = "this line is the first with another effect"
         return verdict.parts_ways(place, number, why, verdict.OWN_GENERATOR, state)
+
+    def _drawn_at_import(self, number: int) -> Finding | None:
+        found = self._ask({"do": "drawn at import", "at": number, "workers": 0, "ambient": 0})
+        if asked := found.get("asked"):
+            return verdict.entropy(asked[0], CodeLine(*asked[1:]), number)
+        line = verdict.place(found.get("line"))
+        return None if line is None else verdict.drawn_at_import(line, number)
 
     # ------------------------------------------------------------------------------------------- the set-up
 
@@ -351,9 +360,20 @@ class Verification:
 
     def _broken(self, result: dict[str, Any], each: Disturbance) -> Finding | None:
         failed = verdict.broken("disturbed run", result, f"the run with {each}")
+        if failed is not None and "error" in failed.figures and "line" not in failed.figures:
+            # Draws that are refused there are refused behind the line that made them.
+            failed = self._drawn_in_threads(len(result.get("batches", [])), each) or failed
         if failed is not None and self._shares:
             return failed._replace(advice=f"see the handles above: {', '.join(self._shares)}")
         return failed
+
+    def _drawn_in_threads(self, number: int, each: Disturbance) -> Finding | None:
+        if each.method != "threads":
+            return None
+        at = min(number, len(self._expected) - 1)
+        found = self._ask({"do": "drawn in samples", "at": at, "workers": 0, "ambient": 0})
+        line = verdict.place(found.get("line"))
+        return None if line is None else verdict.drawn_in_threads(line, at, str(each))
 
     def _why_other(self, number: int, each: Disturbance, got: dict[str, Any]) -> Finding:
         part = verdict.part_of(self._expected[number], got)
@@ -380,6 +400,8 @@ class Verification:
             # A sampler may count its epochs, where no seed says that an epoch can be read again.
             counts = answer["path"].startswith(("sampler", "batch_sampler")) and not self._facts["seeded"]
             return found._replace(state="note") if counts else found
+        if (drawn := self._drawn_in_threads(number, each)) is not None:
+            return drawn
         found = verdict.unexplained(number, str(each), part, [*self._shares, *answer.get("changed", [])])
         if "raised" in answer:
             found = found._replace(text=f"{found.text}. The search for its cause failed: {answer['raised']['text']}")

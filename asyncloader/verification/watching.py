@@ -6,9 +6,10 @@ slower.
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -31,8 +32,13 @@ def _tracing(trace: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
 
 
 @contextmanager
-def changes(read: Callable[[], Any]) -> Generator[list[CodeLine]]:
-    """Yield a list, which gets the user's lines during which `read()` came to return another value, in their order."""
+def changes(read: Callable[[], Any], least: int = 1) -> Generator[list[CodeLine]]:
+    """Yield a list, which gets the user's lines during which `read()` came to return another value, in their order.
+
+    Args:
+        read: returns the value.
+        least: the least rank of the files whose lines are looked at: 2 for the user's alone.
+    """
     found: list[CodeLine] = []
     last: list[Any] = [read(), None]  # the value, and the line that runs
 
@@ -53,7 +59,7 @@ def changes(read: Callable[[], Any]) -> Generator[list[CodeLine]]:
         return local
 
     def trace(frame: FrameType, _: str, __: Any) -> Any:
-        if not rank(frame.f_code.co_filename):
+        if rank(frame.f_code.co_filename) < least:
             return None
         if last[1] is None:
             last[0] = read()  # changed outside of user code
@@ -90,6 +96,8 @@ def record() -> Generator[list[tuple[str, int, str, str]]]:
                 note(frame, line, frame.f_locals)
             running[id(frame)] = frame.f_lineno or 0
         elif event == "return":
+            if type(arg).__name__ == "async_generator_wrapped_value":  # what an async generator yields
+                arg = gc.get_referents(arg)
             note(frame, frame.f_lineno or 0, [frame.f_locals, arg])
             running.pop(id(frame), None)
         return local
@@ -108,6 +116,19 @@ def following(note: Callable[[str], None]) -> Generator[None]:
     def local(frame: FrameType, event: str, _: Any) -> Any:
         if event == "line":
             note(f"{frame.f_code.co_filename}|{frame.f_lineno}|{frame.f_code.co_name}")
+        return local
+
+    with _tracing(lambda frame, _, __: local if rank(frame.f_code.co_filename) else None):
+        yield
+
+
+@contextmanager
+def called_before(calls: Mapping[CodeLine, Callable[[], object]]) -> Generator[None]:
+    """Call a function before each of these lines runs."""
+
+    def local(frame: FrameType, event: str, _: Any) -> Any:
+        if event == "line" and (call := calls.get(_here(frame))) is not None:
+            call()
         return local
 
     with _tracing(lambda frame, _, __: local if rank(frame.f_code.co_filename) else None):

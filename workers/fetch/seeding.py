@@ -252,13 +252,13 @@ class GlobalDrawCheck:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[Any, Any, Any] | None = _fingerprints()
+        self._before: tuple[Any, Any, Any] | None = generator_marks()
         self._batches, self._due = 0, 1
 
     def rebase(self) -> None:
         """Accept the draws since the last check."""
         if self._before is not None:
-            self._before = _fingerprints()
+            self._before = generator_marks()
 
     def rebase_after_batch(self) -> None:
         """Accept the draws since the last check, after a batch whose collation drew: call it after each of them."""
@@ -274,7 +274,7 @@ class GlobalDrawCheck:
         if self._batches < self._due:
             return
         self._due += min(self._due, _BATCHES_BETWEEN_CHECKS)
-        now = _fingerprints()
+        now = generator_marks()
         names = [name for name, a, b in zip(("random", "numpy", "torch"), self._before, now, strict=True) if a != b]
         self._before = now
         if names:
@@ -288,7 +288,8 @@ class GlobalDrawCheck:
             )
 
 
-def _fingerprints() -> tuple[Any, Any, Any]:
+def generator_marks() -> tuple[Any, Any, Any]:
+    """Return values that change when `random`, numpy or torch draws from its process-global generator."""
     state: Any = np.random.get_state(legacy=False)
     # Not the whole state of 624 words: each draw moves `pos`, or renews the words, and a normal draw may set
     # `has_gauss`.

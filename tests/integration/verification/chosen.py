@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.integration.verification import awkward, planted
+from tests.integration.verification import awkward, planted, planted_draws
 
 
 def make() -> Any:
     name = Path(os.environ["VERIFY_CHOICE"]).read_text()
-    made: Any = getattr(planted, name, None) or getattr(awkward, name)
+    made: Any = next(getattr(each, name) for each in (planted, planted_draws, awkward) if hasattr(each, name))
     return made()

@@ -68,15 +68,6 @@ def clock() -> Any:
     return loader(Clock())
 
 
-class Uuid(Rows):
-    def __getitem__(self, index: int) -> Any:
-        return f"{index}-{uuid.uuid4()}"  # fault: uuid4
-
-
-def uuid4() -> Any:
-    return loader(Uuid())
-
-
 class Unseeded(Rows):
     def __getitem__(self, index: int) -> Any:
         rng = np.random.default_rng()  # fault: unseeded
