@@ -142,6 +142,11 @@ PLAIN = {
     "listed": "import asyncloader, inspect; assert dict(inspect.getmembers(asyncloader))['Service'] is not None",
     "asked for its version": "import asyncloader.__main__ as a; a.main(['--version'])",
     "asked for help": "import asyncloader.__main__ as a; a.main(['serve', '--help'])",
+    **{
+        f"without the extra {extra}": f"try: import asyncloader.integrations.{extra}\n"
+        f"except ImportError as error: assert '[{extra}]' in str(error)\nelse: raise AssertionError"
+        for extra in ("prometheus", "opentelemetry")
+    },
 }
 EACH_IN_A_FORK = """
 import os, sys, torch

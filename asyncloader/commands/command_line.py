@@ -99,8 +99,6 @@ def run(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     flags = vars(parser().parse_args(argv))
     command = flags.pop("command")
-    if command == "serve":
-        return _serve(flags)
     from asyncloader.commands.terminal import CannotPrint, discard, print_error
 
     try:
@@ -124,6 +122,9 @@ def _run(command: str, flags: dict[str, Any]) -> int:
 
     findings: list[Finding] = []
     try:
+        if command == "serve":
+            _serve(flags)
+            return 0
         if command == "top":
             from asyncloader.commands import top
 
@@ -136,12 +137,12 @@ def _run(command: str, flags: dict[str, Any]) -> int:
     except (LoaderError, ValueError, OSError, ImportError, MemoryError) as error:
         code, why = 2, text_of(error)
         print_error(command, why)
-    except Exception as error:  # of asyncloader itself, which its authors need to see
+    except Exception as error:  # of asyncloader itself, or of a module that is served: its authors need to see it
         with suppress(OSError, ValueError):  # standard error cannot be written
             traceback.print_exc()
         code, why = 2, f"{type(error).__name__}: {text_of(error)}"
         print_error(command, why)
-    if flags["json"]:
+    if flags.get("json"):
         none: dict[str, Any] = {"ok": False, "error": why, "loaders": [], "nodes": []}
         print_json(none if command == "top" else document(findings, why))
     return code
@@ -251,19 +252,14 @@ def _plan(flags: dict[str, Any]) -> Iterable[Finding]:
     return plan_run(flags["urls"], flags["format"], wanted, read=not flags["no_read"])
 
 
-def _serve(flags: dict[str, Any]) -> int:
+def _serve(flags: dict[str, Any]) -> None:
     from asyncloader.service.extra import check_extra
 
-    try:
-        check_extra()
-    except ImportError as error:
-        from asyncloader.commands.terminal import print_error
-
-        print_error("serve", str(error))
-        return 2
+    check_extra()
+    from asyncloader.commands.terminal import print_line
     from asyncloader.service.node import cli
 
-    return cli.run(flags)
+    cli.run(flags, print_line)
 
 
 def _show(file: Path) -> list[Finding]:

@@ -28,15 +28,19 @@ _SEGMENT = 64 << 20
 _LEAST_FILES = 256
 _LEAST_MEMORY = 1 << 30
 _EXTRAS = {
-    "http": ("aiohttp",),
+    "http": ("aiohttp", "yarl"),
+    "hf": ("aiohttp", "yarl", "huggingface_hub"),
     "s3": ("obstore",),
     "parquet": ("pyarrow",),
-    "litdata": ("litdata",),
-    "lance": ("lance",),
-    "shards": ("google_crc32c",),
+    "litdata": ("litdata", "zstd"),
+    "lance": ("lance", "pyarrow"),
+    "shards": ("google_crc32c", *(("zstandard",) if sys.version_info < (3, 14) else ())),
     "service": ("msgspec",),
     "notebook": ("cloudpickle",),
-    "ray": ("ray",),
+    "ray": ("ray", "msgspec", "cloudpickle"),
+    "progress": ("tqdm",),
+    "prometheus": ("prometheus_client",),
+    "opentelemetry": ("opentelemetry.metrics",),
     "top": ("rich",),
 }
 
@@ -221,10 +225,17 @@ def _devices() -> Iterator[Finding]:
 
 
 def _extras() -> Iterator[Finding]:
-    there = [name for name, modules in _EXTRAS.items() if all(map(importlib.util.find_spec, modules))]
+    there = [name for name, modules in _EXTRAS.items() if all(map(_is_there, modules))]
     missing = [name for name in _EXTRAS if name not in there]
     text = f"installed: {', '.join(there) or 'none'}"
     if missing:
         text += f"; not installed: {', '.join(missing)}"
     advice = f"for one: pip install 'asyncloader[{missing[0]}]'" if missing else ""
     yield Finding("extras", "note" if missing else "ok", text, advice, {"installed": there, "missing": missing})
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # what the module is part of
+        return False

@@ -47,6 +47,7 @@ async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> lis
 
     Raises:
         ValueError, ShardError, TransportError: the shards cannot be found; see `find_shards`.
+        ImportError: a package that reads them is not installed.
     """
     async with aclosing(Stores()) as stores:
         shards = await find_shards(urls, stores, format)
@@ -86,7 +87,7 @@ async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
                 samples += len(batch)
                 await asyncio.sleep(0)
     except Exception as error:
-        if not is_about_sample(error):
+        if isinstance(error, ImportError) or not is_about_sample(error):  # a missing package is no damage
             raise
         note(error)
     expected = shard.samples if promise is None else promise.samples

@@ -15,7 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import monotonic
 
-from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation, get_meter_provider
+try:
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation, get_meter_provider
+except ImportError as error:
+    raise ImportError(
+        f"the instruments need opentelemetry ({error}): pip install 'asyncloader[opentelemetry]'"
+    ) from None
 
 from asyncloader.integrations.exported import ExportedLoaders, Loader
 from asyncloader.telemetry.metrics import Metric, definitions

@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from prometheus_client import Metric
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client import Metric
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError(
+        f"the collector needs prometheus_client ({error}): pip install 'asyncloader[prometheus]'"
+    ) from None
 
 from asyncloader.integrations.exported import ExportedLoaders, Loader
 

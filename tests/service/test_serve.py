@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
+from asyncloader.__main__ import main
+from asyncloader.service.node import cli
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
 from tests import script_server
 from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
@@ -65,6 +67,35 @@ def test_mistakes(flags: list[str], text: str, tmp_path: Path) -> None:
     *_, last = done.stderr.splitlines()
     assert last.startswith("asyncloader serve: ")
     assert text in last
+
+
+@pytest.mark.parametrize(
+    ("module", "config", "code", "last"),
+    [
+        ("raise RuntimeError('no disk')", "", 2, "asyncloader serve: RuntimeError: no disk"),
+        ("raise KeyboardInterrupt", "", 130, ""),
+        ("", "listen = '127.0.0.1:0'", 2, "node.toml: listen = '127.0.0.1:0': give a list of texts"),
+        ("", "target = [1]", 2, "node.toml: target = [1]: give a list of texts"),
+        ("", "token-file = 1", 2, "node.toml: token_file = 1: give a text"),
+    ],
+)
+def test_mistakes_before_the_node(
+    module: str,
+    config: str,
+    code: int,
+    last: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A module that raises, Ctrl-C while it is imported, and a file with values of other types."""
+    monkeypatch.setattr(cli, "set_up_log", lambda _: None)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "served_module.py").write_text(module)
+    (tmp_path / "node.toml").write_text(config)
+    assert main(["serve", "served_module:rows", "--config", str(tmp_path / "node.toml")]) == code
+    assert (capsys.readouterr().err.splitlines() or [""])[-1].endswith(last)
 
 
 async def test_metrics_at_an_ipv6_address(monkeypatch: pytest.MonkeyPatch) -> None:

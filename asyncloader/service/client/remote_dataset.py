@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from asyncloader.service.protocol.records import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
 
+_SHARED = "shared"  # the loaders' `workers=` for the node that the processes of this machine share
+
 
 class RemoteDataset:
     """Stands for a dataset that a service reads.
@@ -312,7 +314,8 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     defined = dataset.defined if isinstance(dataset, RemoteDataset) else dataset
     if workers is None or workers == THREADS:
         return arguments if not isinstance(defined, Defined) else _here(defined, arguments)
-    engine: Any = workers if not isinstance(workers, str) and hasattr(workers, "serve") else None
+    place = _place(workers)
+    engine: Any = place if hasattr(place, "serve") else None
     if engine is None and not isinstance(defined, Defined):
         raise TypeError(
             f"workers={workers!r} reads what a definition makes, but got a {type(dataset).__name__}: put what makes it "
@@ -338,17 +341,43 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
     # Imported only now: without `workers=` a loader needs neither msgspec nor any of this.
     check_extra()
     from asyncloader.service.client.machine_service import shared_service
-    from asyncloader.service.protocol.address import Service
     from asyncloader.service.protocol.handshake import Hello
 
     if engine is not None:
         dataset = UnknownDataset(pickle_definition(defined, functions), engine)
         return arguments | dict.fromkeys(functions) | {"dataset": dataset}
-    if workers == "shared":
-        workers = shared_service(defined)
-    service = workers if isinstance(workers, Service) else Service(workers)
+    service = shared_service(defined) if place == _SHARED else place
     Hello.of(defined)  # raises here for arguments that cannot be sent
     return arguments | {"dataset": UnknownDataset(defined, service)}
+
+
+def _place(workers: Any) -> Any:
+    """Return the place that `workers=` names: a `Service`, an engine, or the text of the machine's own service.
+
+    Raises:
+        TypeError, ValueError: it names none.
+    """
+    from difflib import get_close_matches
+
+    from asyncloader.service.protocol.address import Service
+
+    if isinstance(workers, str) and (workers == _SHARED or ":" in workers):
+        return workers if workers == _SHARED else Service(workers)
+    if isinstance(workers, Service) or (hasattr(workers, "serve") and not isinstance(workers, type)):
+        return workers
+    hint = ""
+    if isinstance(workers, str):
+        near = get_close_matches(workers.strip().lower(), [THREADS, _SHARED], n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+    elif isinstance(workers, int) and workers > 1:
+        hint = f"Did you mean num_workers={workers}? "
+    elif isinstance(workers, list | tuple | set):
+        hint = "Several addresses are one text, with commas between them. "
+    raise (ValueError if isinstance(workers, str) else TypeError)(
+        f"workers={workers!r} names no place. {hint}For processes of this machine leave workers= out, and give "
+        f"num_workers=; else give {THREADS!r}, {_SHARED!r}, the address of a service (tcp://host:port or unix:/path), "
+        "a Service or an engine"
+    )
 
 
 def release_service(dataset: Any) -> None:

@@ -10,9 +10,8 @@ import logging
 import os
 import signal
 import ssl
-import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +26,27 @@ from asyncloader.workers.worker import serve_async
 
 _log = logging.getLogger("asyncloader")
 
-_LISTS = ("listen", "arg", "open")
+_LISTS = ("target", "listen", "arg", "open")
 
 
-class _Mistake(Exception):
+class _Mistake(ValueError):
     """The options cannot be carried out; the text says how to correct them."""
 
 
-def run(given: dict[str, Any]) -> int:
-    """Run a node with these flags until the process is asked to end. Returns its exit code."""
+def run(given: dict[str, Any], say: Callable[[str], None]) -> None:
+    """Run a node with these flags until the process is asked to end.
+
+    Args:
+        given: the flags.
+        say: prints the line that says that it is ready.
+
+    Raises:
+        ValueError, OSError: the options cannot be carried out.
+        Exception: whatever the definitions' modules raise, and `say`.
+    """
     set_up_log(logging.INFO)
-    try:
-        node_options = _options(given)
-        serve_async(lambda: _serve(node_options))
-    except (_Mistake, ValueError, OSError) as error:
-        print(f"asyncloader serve: {error}", file=sys.stderr)  # noqa: T201 - a command's own words
-        return 2
-    return 0
+    node_options = _options(given)
+    serve_async(lambda: _serve(node_options, say))
 
 
 def _options(flags: dict[str, Any]) -> dict[str, Any]:
@@ -59,15 +62,20 @@ def _options(flags: dict[str, Any]) -> dict[str, Any]:
     unknown = sorted(set(chosen) - set(flags))
     if unknown:
         raise _Mistake(f"{path}: there is no option {unknown[0]!r}")
+    for name, value in chosen.items():
+        if name in _LISTS and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise _Mistake(f"{path}: {name} = {value!r}: give a list of texts")
+        if name not in _LISTS and not isinstance(value, (str, int) if name == "workers" else str):
+            raise _Mistake(f"{path}: {name} = {value!r}: give a text")
     for name in flags:
         value = os.environ.get(f"ASYNCLOADER_{name.upper()}")
         if value:
-            chosen[name] = value.split(",") if name in (*_LISTS, "target") else value
+            chosen[name] = value.split(",") if name in _LISTS else value
     chosen |= {name: value for name, value in flags.items() if value not in (None, [])}
     return {name: chosen.get(name) for name in flags} | {"token": os.environ.get("ASYNCLOADER_TOKEN")}
 
 
-async def _serve(options: dict[str, Any]) -> None:
+async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
     from asyncloader.live.node_view import NodeView  # late: it imports the node
 
     node = Node(_served(options), _workers(options), _token(options), _tls(options))
@@ -96,7 +104,7 @@ async def _serve(options: dict[str, Any]) -> None:
                 said["view"] = view.path
             if metrics.address:
                 said["metrics"] = metrics.address
-            print(json.dumps(said), flush=True)  # noqa: T201 - the line that says that it is ready
+            say(json.dumps(said))
             await stopping
             metrics.ready = False  # first, so that a load balancer sends no more loaders
             _log.info("draining: no more loaders, and no more tasks")

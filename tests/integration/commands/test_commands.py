@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from torch.utils.data import IterableDataset
 
 from asyncloader import DataLoader, write_shards_sync
 from asyncloader.__main__ import main
+from asyncloader.commands import doctor
 from asyncloader.commands.trace_summary import summarize
+from asyncloader.formats import compressed
 from asyncloader.tracing.chrome import TraceEvents
 from tests.helpers.running import ROOT
 from tests.helpers.seeded_datasets import Rows
@@ -55,6 +58,13 @@ def test_a_machine_that_is_well(run: Run) -> None:
     assert found["shared memory"][0] == "ok"
 
 
+def test_every_extra_is_looked_for() -> None:
+    """Those that are no tools for working on the package itself."""
+    declared = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+    tools = {name for name in declared if name.startswith("test")} | {"demo", "dev", "lint", "docs", "bench"}
+    assert set(doctor._EXTRAS) == declared - tools
+
+
 def test_too_few_open_files() -> None:
     """Is a problem, and its advice, which is followed here, mends it."""
     program = "from asyncloader.commands import doctor, findings; print(*map(findings.as_lines, doctor._open_files()))"
@@ -66,6 +76,17 @@ def test_too_few_open_files() -> None:
 
 
 # --------------------------------------------------------------------------------------------- inspect
+
+
+def test_a_package_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Is no damage: the command could not be carried out, and its last line says what to install."""
+    for name in (*compressed.ZSTD_MODULES, "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    assert main(["inspect", f"{tmp_path}/a.jsonl.zst"]) == 2
+    assert "pip install 'asyncloader[shards]'" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("format", FORMATS)
