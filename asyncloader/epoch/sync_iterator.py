@@ -46,6 +46,10 @@ from asyncloader.workers.pool import WorkerPool
 
 _POP = deque[Action | None].popleft
 _NOTHING = contextlib.nullcontext()
+_TWO_THREADS = (
+    "next() of this iterator was called while another thread is in it: let one thread at a time call it, under a lock, "
+    "or have each thread iterate over a loader of its own"
+)
 
 
 class WorkerIterator(CountedNext):
@@ -73,6 +77,7 @@ class WorkerIterator(CountedNext):
         self._acquired: Sequence[EpochStart] | None = None  # where newly started workers begin
         self._ended: str | None = None  # as in async_iterator.py
         self._queue = BlockingQueue()
+        self._taker: int | None = None  # the thread that is in `next`
         self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
         self._delivering: Consumer | None = None  # the consumer that has begun to deliver it
         self._begun = statistics.begin()
@@ -166,6 +171,7 @@ class WorkerIterator(CountedNext):
         self._drop_taken()
         self._ended = None
         self._fresh = True
+        self._taker = None  # of the epoch before
         # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
         self._queue = BlockingQueue()
         put = self._queue.put
@@ -204,65 +210,75 @@ class WorkerIterator(CountedNext):
             raise_worker_error(error)
 
     def _next_data(self) -> Any:
-        if self._ended is not None:
-            self._drop_taken()
-            raise StopIteration if not self._ended else LoaderClosed(self._ended)
-        if THIS_PROCESS.pid != self._owner:
-            raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
-        if self._fresh:
-            # In seeded mode `set_epoch` may come between `iter()` and the first batch.
-            loader = self._loader()
-            if self._progress.outdated and loader is not None:
-                self._reset(loader)
-            self._fresh = False
-        # A local name: another thread that closes the iterator sets the attribute to None.
-        consumer = self._consumer
-        if consumer is None:  # another thread has just closed it
-            raise LoaderClosed(self._ended or "this iterator has ended")
-        while True:
-            consumer.drain_notices()
-            if self._respawner.requests:
-                self._respawner.work()
-            begin = perf_counter()
-            taken = self._taken
-            if not taken:
-                held, ready = self._pool.held, self._queue
-                if not ready or held.holding or self._profiled:
-                    self._wait(held, begin)
-                try:
-                    # One call into C moves the item, so Ctrl-C cannot lose it.
-                    taken.extend(map(_POP, (ready,)))
-                except IndexError:  # woken without an item, or another thread is closing the iterator
+        # Two threads would take one batch twice, or wait for ever for what the other has taken. No lock: it would be
+        # released by a call after the batch was taken, where Ctrl-C would lose it. And no calls between the test and
+        # the mark, where the other thread could come in.
+        me, before = threading.get_ident(), self._taker
+        if before is not None and before != me and THIS_PROCESS.pid == self._owner:
+            raise RuntimeError(_TWO_THREADS)
+        self._taker = me
+        try:
+            if self._ended is not None:
+                self._drop_taken()
+                raise StopIteration if not self._ended else LoaderClosed(self._ended)
+            if THIS_PROCESS.pid != self._owner:
+                raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
+            if self._fresh:
+                # In seeded mode `set_epoch` may come between `iter()` and the first batch.
+                loader = self._loader()
+                if self._progress.outdated and loader is not None:
+                    self._reset(loader)
+                self._fresh = False
+            # A local name: another thread that closes the iterator sets the attribute to None.
+            consumer = self._consumer
+            if consumer is None:  # another thread has just closed it
+                raise LoaderClosed(self._ended or "this iterator has ended")
+            while True:
+                consumer.drain_notices()
+                if self._respawner.requests:
+                    self._respawner.work()
+                begin = perf_counter()
+                taken = self._taken
+                if not taken:
+                    held, ready = self._pool.held, self._queue
+                    if not ready or held.holding or self._profiled:
+                        self._wait(held, begin)
+                    try:
+                        # One call into C moves the item, so Ctrl-C cannot lose it.
+                        taken.extend(map(_POP, (ready,)))
+                    except IndexError:  # woken without an item, or another thread is closing the iterator
+                        continue
+                item = taken[0]
+                # A request for a replacement: the top of the loop carries it out.
+                if item is None:
+                    del taken[0]
                     continue
-            item = taken[0]
-            # A request for a replacement: the top of the loop carries it out.
-            if item is None:
-                del taken[0]
-                continue
-            if not isinstance(item, Deliver):
-                error = self._end(item)
-                taken.clear()
+                if not isinstance(item, Deliver):
+                    error = self._end(item)
+                    taken.clear()
+                    try:
+                        raise error
+                    finally:
+                        del item, error  # the traceback refers to this frame, which must not refer back to the error
+                # Noted for `_drop_taken`, which also runs when `_consumer` has been set to None.
+                self._delivering, delivery = consumer, consumer.delivery
                 try:
-                    raise error
-                finally:
-                    del item, error  # the traceback refers to this frame, which must not refer back to the error
-            # Noted for `_drop_taken`, which also runs when `_consumer` has been set to None.
-            self._delivering, delivery = consumer, consumer.delivery
-            try:
-                batch = consumer.deliver(item, perf_counter() - begin, self._advance)
-            except TooManySkippedSamples as error:
-                self._fail(error)
-                raise
-            except Exception:
-                # No calls from here on, so that Ctrl-C cannot come before the caller has the error.
+                    batch = consumer.deliver(item, perf_counter() - begin, self._advance)
+                except TooManySkippedSamples as error:
+                    self._fail(error)
+                    raise
+                except Exception:
+                    # No calls from here on, so that Ctrl-C cannot come before the caller has the error.
+                    del taken[0]
+                    self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
+                    raise
+                # As above.
                 del taken[0]
                 self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
-                raise
-            # As above.
-            del taken[0]
-            self._delivering, delivery.item, delivery.batch, delivery.error = None, None, None, None
-            if batch is not NO_BATCH:
-                return batch
+                if batch is not NO_BATCH:
+                    return batch
+        finally:
+            self._taker = before
 
     def _wait(self, held: HeldTasks, begin: float) -> None:
         """Wait until an item may be ready, and send the tasks that were held back until now."""
@@ -298,10 +314,10 @@ class WorkerIterator(CountedNext):
                 discard(item)
 
     def _timed_out(self) -> LoaderTimeout:
-        error = LoaderTimeout(self._timeout)
-        if self._pipeline is not None:
+        error, pipeline = LoaderTimeout(self._timeout), self._pipeline
+        if pipeline is not None:
             with contextlib.suppress(LoaderClosed):  # closed by another thread just now
-                report = self._bridge.run(self._pipeline.report())
+                report = self._bridge.run(pipeline.report())
                 error.add_note(report)
                 if (trace := self._statistics.trace) is not None and (written := trace.timed_out(report)):
                     error.add_note(written)
@@ -347,12 +363,14 @@ class WorkerIterator(CountedNext):
         """End the epoch and the workers, and wait until they have ended. Idempotent. The name is torch's."""
         if os.getpid() != self._owner:
             return
+        in_loop_thread = self._bridge.in_loop_thread
+        # No calls between this test and the mark: other threads, and handlers of signals, come in at calls alone.
         if self._shutdown:
             # There is no pool if the first start failed.
-            if hasattr(self, "_pool") and not self._bridge.in_loop_thread:
-                self._pool.stop()  # waits if another thread is stopping it
+            if hasattr(self, "_pool") and not in_loop_thread:
+                self._wait_for_shutdown(self._pool)
             return
-        if self._bridge.in_loop_thread:  # which cannot wait for itself
+        if in_loop_thread:  # which cannot wait for itself
             self._close_soon()
             return
         # Set before anything that waits: a signal handler, or another thread, that calls this again then waits in
@@ -370,8 +388,17 @@ class WorkerIterator(CountedNext):
             # Wakes a thread that may be waiting in `next`. Last: that thread may begin the next epoch at once.
             self._queue.put(Fail(LoaderClosed(self._ended or "this iterator has ended")))
 
+    def _wait_for_shutdown(self, pool: WorkerPool) -> None:
+        """Wait until the workers have ended, which another thread, or the code that a signal interrupted, has begun."""
+        if not pool.stopped:
+            # The epoch may not have ended yet. `stop` detaches the pool, and in a loop that runs only the loop's thread
+            # may do that.
+            with contextlib.suppress(LoaderClosed):  # the loop has ended
+                self._bridge.run(_detach(pool))
+        pool.stop()  # waits if another thread is stopping it
+
     def _close_soon(self) -> None:
-        if self._shutdown or os.getpid() != self._owner:
+        if os.getpid() != self._owner or self._shutdown:  # in this order: see `_shutdown_workers`
             return
         self._shutdown = True
         if self._ended is None:
@@ -394,6 +421,10 @@ async def _close(pipeline: Pipeline) -> None:
     if reader is not None:
         with contextlib.suppress(asyncio.CancelledError):
             await reader
+
+
+async def _detach(pool: WorkerPool) -> None:
+    pool.detach()
 
 
 async def _close_dropped(

@@ -17,9 +17,12 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
+from asyncloader.bridge import Bridge
+from asyncloader.workers.pool import WorkerPool
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
 from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads, collect
+from tests.helpers.sealed import Sealed
 
 
 def firsts(batches: list[Any]) -> list[float]:
@@ -193,6 +196,70 @@ def test_close_while_another_thread_adds_an_iterator(kind: Any) -> None:
     for batches in iterators:
         with pytest.raises(LoaderClosed):
             next(batches) if kind is DataLoader else asyncio.run(anext(batches))
+
+
+def test_two_threads_in_one_iterator() -> None:
+    """The second gets an error, and the first all batches. One after the other they may take turns."""
+    held = threading.Event()
+    dataset = Sealed(lambda index: index + (not held.wait(PATIENCE_S)), 3)
+    with DataLoader[Any](dataset, num_workers=1, workers="threads") as loader, ThreadPoolExecutor(1) as threads:
+        batches: Any = iter(loader)
+        first = threads.submit(next, batches)
+        while batches._taker is None:
+            pass
+        with pytest.raises(RuntimeError, match=r"while another thread is in it: .*under a lock"):
+            next(batches)
+        held.set()
+        assert [int(first.result(PATIENCE_S)), *map(int, batches)] == [0, 1, 2]
+
+
+def test_two_threads_close_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the first still waits for the loop, only the loop's thread takes the workers out of the loop."""
+    loader = DataLoader[Any](Numbers(40), num_workers=1, workers="threads")
+    batches: Any = iter(loader)
+    bridge = batches._bridge
+    second = threading.Event()
+    safe: list[bool] = []
+
+    def detach(pool: WorkerPool, original: Any = WorkerPool.detach) -> None:
+        safe.append(bridge.in_loop_thread or pool._loop is None)
+        second.set()
+        original(pool)
+
+    def run(self: Bridge, coroutine: Any, original: Any = Bridge.run) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            second.set()
+        return original(self, coroutine)
+
+    monkeypatch.setattr(WorkerPool, "detach", detach)
+    monkeypatch.setattr(Bridge, "run", run)
+    bridge.call_soon(second.wait, PATIENCE_S)  # the loop's thread is busy until both have come
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(batches._shutdown_workers)
+        while not batches._shutdown:
+            pass
+        loader.close()
+        first.result(PATIENCE_S)
+    assert len(safe) > 1
+    assert all(safe)
+
+
+def test_a_thread_closes_while_another_begins_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The iterator leaves the loop once, which another iterator of the loader still uses."""
+    with DataLoader[Any](Numbers(4), num_workers=1, workers="threads") as loader, ThreadPoolExecutor(1) as threads:
+        batches: Any = iter(loader)
+        other = iter(loader)
+        begun: list[bool] = []
+
+        def in_loop_thread(bridge: Bridge, original: Any = Bridge.in_loop_thread.fget) -> bool:  # type: ignore[attr-defined]
+            if not begun:
+                begun.append(True)  # the other thread asks, too
+                threads.submit(batches._shutdown_workers).result(PATIENCE_S)
+            return bool(original(bridge))
+
+        monkeypatch.setattr(Bridge, "in_loop_thread", property(in_loop_thread))
+        batches._shutdown_workers()
+        assert firsts(list(other)) == [0, 100, 200, 300]
 
 
 def test_several_iterators_at_a_time() -> None:
