@@ -136,5 +136,7 @@ def _names_drawn(fetch: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
 
 def _numpy_mark() -> Any:
     state: Any = np.random.get_state(legacy=False)
+    if "pos" not in state["state"]:  # the user has set another generator than numpy's usual one
+        return str(state)
     # Each draw moves `pos`, or renews the words; a normal draw may set `has_gauss`.
     return state["state"]["pos"], int(state["state"]["key"][0]), state["has_gauss"]

@@ -78,10 +78,17 @@ def test_a_draw_from_a_global_generator_is_refused_in_seeded_mode(draw: str) -> 
     assert len(caught) == 1
 
 
-def test_a_draw_by_numpy_is_warned_of() -> None:
-    """numpy does not tell whose draw it was."""
-    with pytest.warns(RuntimeWarning, match="numpy"):
-        epoch("sync", Sealed(lambda _: np.random.rand()), seed=1, **THREADED)
+@pytest.mark.parametrize("generator", ["MT19937", "PCG64"])
+def test_a_draw_by_numpy_is_warned_of(generator: str) -> None:
+    """numpy does not tell whose draw it was. Its global generator may be another than the usual one."""
+    numpys: Any = np.random
+    before = numpys.get_bit_generator()
+    numpys.set_bit_generator(getattr(np.random, generator)())
+    try:
+        with pytest.warns(RuntimeWarning, match="numpy"):
+            epoch("sync", Sealed(lambda _: np.random.rand()), seed=1, **THREADED)
+    finally:
+        numpys.set_bit_generator(before)
 
 
 def test_the_trainings_own_draws_are_not_the_datasets() -> None:
