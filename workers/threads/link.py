@@ -32,8 +32,9 @@ class Bell:
     def attach(self, loop: asyncio.AbstractEventLoop, answer: Callable[[], None]) -> None:
         """Call `answer` in this loop from now on, and once for what came before. In the loop's thread."""
         self._answer, self._context = answer, copy_context()
-        # Last: `ring`, in another thread, reads it first.
-        self._rung, self._loop = False, loop
+        # In this order: see `ring`.
+        self._loop = loop
+        self._rung = False
         self.ring()
 
     def detach(self) -> None:
@@ -46,10 +47,14 @@ class Bell:
 
     def ring(self) -> None:
         """Have the function called. Any thread; first make what there is to see."""
-        loop = self._loop
-        if loop is None or self._rung:
+        if self._rung:
             return
+        # Before the loop is read: `attach`, in the new loop of another epoch, sets these two in the reverse order. If
+        # it comes in between, its own call follows; after a read of the old loop, a mark that came last would stay.
         self._rung = True
+        loop = self._loop
+        if loop is None:
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed
             # Not in the context of the worker thread, which has its `get_worker_info`.
             loop.call_soon_threadsafe(self._answer, context=self._context)

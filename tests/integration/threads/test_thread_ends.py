@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 
 from asyncloader import DataLoader, Recovery
 from asyncloader.errors import NoEffectWarning, WorkerDied
+from asyncloader.workers.threads.link import Bell
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import PATIENCE_S, run_script
 from tests.helpers.sealed import THREADED, Sealed, epoch
@@ -146,6 +149,52 @@ def test_persistent_threads_serve_the_next_epoch() -> None:
                 if number == taken:
                     break
     assert len(seen) == 2
+
+
+@pytest.mark.parametrize("line", range(1, 9))
+def test_an_answer_while_the_next_epoch_begins_in_another_loop(line: int) -> None:
+    """Before any line of `ring` the loop of the epoch before may be left for a new one, which hears all later rings."""
+    bell, before, after = Bell(), asyncio.new_event_loop(), asyncio.new_event_loop()
+    heard: list[int] = []
+
+    def answer() -> None:
+        bell.hush()
+        heard.append(1)
+
+    def run(loop: asyncio.AbstractEventLoop) -> None:
+        loop.call_soon(loop.stop)
+        loop.run_forever()
+
+    def begin_the_next() -> None:
+        bell.detach()
+        before.close()
+        bell.attach(after, answer)
+        run(after)
+
+    left = line
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if frame.f_code is not Bell.ring.__code__:
+            return None
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            begin_the_next()
+        return trace
+
+    bell.attach(before, answer)
+    run(before)
+    sys.settrace(trace)
+    bell.ring()
+    sys.settrace(None)
+    if left > 0:  # it has fewer lines
+        begin_the_next()
+    known = len(heard)
+    bell.ring()
+    run(after)
+    assert len(heard) > known
+    after.close()
 
 
 def test_the_programs_settings_are_left_alone() -> None:
