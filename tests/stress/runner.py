@@ -129,6 +129,8 @@ def _start(case: Case, seconds: float, prepare: Callable[[], object] | None) -> 
 
 def _child(case: Case, folder: Path, seconds: float, prepare: Callable[[], object] | None) -> int:
     os.setsid()
+    # `_finish` removes what is left there: multiprocessing's folder stays when a process ends by `os._exit`.
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     log = os.open(folder / "log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
     os.dup2(log, 1)
