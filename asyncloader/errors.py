@@ -88,11 +88,11 @@ def is_about_sample(error: BaseException) -> bool:
     """Return whether an error is that of a sample, which `on_error` may leave out, and not that of the way to it.
 
     All errors are, but those by which a transport says that it could not read: a reset, a time-out, a refused
-    credential would otherwise take samples out of the data that are as good as any. The decision is by type; each
-    class of `LoaderError` has an attribute for it. Errors of a user's own clients count as the sample's: only the user
-    knows their meaning.
+    credential would otherwise take samples out of the data that are as good as any. Nor is an ImportError: without the
+    package no sample can be read. The decision is by type; each class of `LoaderError` has an attribute for it. Errors
+    of a user's own clients count as the sample's: only the user knows their meaning.
     """
-    return not isinstance(error, LoaderError) or error.about_sample
+    return error.about_sample if isinstance(error, LoaderError) else not isinstance(error, ImportError)
 
 
 def text_of(error: BaseException) -> str:

@@ -87,7 +87,7 @@ async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
                 samples += len(batch)
                 await asyncio.sleep(0)
     except Exception as error:
-        if isinstance(error, ImportError) or not is_about_sample(error):  # a missing package is no damage
+        if not is_about_sample(error):  # such as a missing package
             raise
         note(error)
     expected = shard.samples if promise is None else promise.samples

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import io
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import pytest_asyncio
 
-from asyncloader import AsyncDataLoader, Dataset, RemoteIterableDataset
+from asyncloader import AsyncDataLoader, DataLoader, Dataset, RemoteIterableDataset, RemoteMapDataset
+from asyncloader.formats.compressed import ZSTD_MODULES
 from asyncloader.transports import (
     AccessDenied,
     InvalidPath,
@@ -284,3 +287,33 @@ async def test_map_datasets(on_error: Any) -> None:
     loader = AsyncDataLoader(Raising(ConnectionResetError("mine")), 8, seed=1, on_error=on_error)
     batches = [batch.tolist() async for batch in loader]
     assert len(batches[0]) == (6 if on_error == "skip" else 8)
+
+
+class NeedsPackage:
+    """A map dataset whose samples need a package that is not installed."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        raise ModuleNotFoundError("No module named 'decoder'")
+
+
+@pytest.mark.parametrize("way", ["map dataset", "stream", "fixed streams", "random access"])
+def test_a_missing_package_is_no_bad_sample(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it no sample could be read, and all would be left out."""
+    for name in (*ZSTD_MODULES, "zstandard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    shard = tmp_path / "a.jsonl.zst"
+    shard.write_bytes(b"\x28\xb5\x2f\xfd")
+    dataset: Any
+    if way == "map dataset":
+        dataset = NeedsPackage()
+    elif way == "random access":
+        dataset = RemoteMapDataset([shard])
+    else:
+        dataset = RemoteIterableDataset([shard], streams=2 if way == "fixed streams" else None)
+    with DataLoader(dataset, batch_size=2, seed=1, on_error="skip") as loader:
+        with pytest.raises(ImportError, match=r"decoder|asyncloader\[shards\]"):
+            list(loader)
+        assert loader.skipped_samples == []
