@@ -202,7 +202,10 @@ class RemoteChannel:
         if ring is not None and slot >= 0 and nbytes <= ring.slot_bytes:
             start = ring.offset(slot, nbytes)
             return memoryview(ring.memory)[start : start + nbytes]
-        segment.check_room(nbytes, "one batch")
+        # The node announces any size, and memory is taken before a byte comes: the trainer keeps half of what is left.
+        room, reason = segment.memory_limit()
+        if room is not None and nbytes > room // 2:
+            raise RingMemoryError(nbytes, room // 2, f"half of the {reason}; wanted for one batch of a node")
         fd = segment.create(nbytes)
         self._segments[key] = fd  # before an error can be raised: `close` closes it
         segment.reserve(fd, 0, nbytes)

@@ -14,6 +14,7 @@ from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.workers.ipc import wire
+from asyncloader.workers.memory import segment
 from tests.helpers.running import run_async
 
 CHECKS = remote_channel._MOST_PINGS + 4
@@ -96,7 +97,10 @@ def test_a_worker_connection_has_no_time_out_of_the_kernels() -> None:
 
 
 def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node may announce any size, so it is no error of the loader: the connection ends, its tasks go elsewhere."""
+    """The node may announce any size, so it is no error of the loader: the connection ends, its tasks go elsewhere. A
+    batch may take half of what is left.
+    """
+    monkeypatch.setattr(segment, "memory_limit", lambda: (1 << 20, "memory available on this machine"))
 
     async def run() -> tuple[bool, str]:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -105,7 +109,7 @@ def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> Non
             with node:
                 channel = RemoteChannel(link)
                 channel.send(wire.pack_task(0, 3, -1, 0, 0.0, b""))
-                node.sendall(frames.pack_header(wire.RESULT, 0, 0, 3, 1 << 40))
+                node.sendall(frames.pack_header(wire.RESULT, 0, 0, 3, (1 << 19) + 1))
                 link.sock.setblocking(True)
                 link.sock.recv(1, socket.MSG_PEEK)  # it has arrived
                 link.sock.setblocking(False)
@@ -116,7 +120,8 @@ def test_a_batch_that_no_memory_can_hold(monkeypatch: pytest.MonkeyPatch) -> Non
 
     broken, why = run_async(run())
     assert broken
-    assert why.startswith("a batch for which this machine has no memory: asyncloader wants 1,099,511,627,776 bytes")
+    assert why.startswith("a batch for which this machine has no memory: asyncloader wants 524,289 bytes")
+    assert "524,288 bytes (half of the memory available on this machine;" in why
 
 
 @contextmanager
