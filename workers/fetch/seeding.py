@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from asyncloader.errors import warn_aside
-from asyncloader.workers.fetch.numpy_state import save_numpy_state
+from asyncloader.workers.fetch.numpy_state import numpy_mark, save_numpy_state
 from asyncloader.workers.fetch.plain_context import plain_context
 
 BatchPosition: TypeAlias = int | tuple[int, ...]
@@ -290,15 +290,8 @@ class GlobalDrawCheck:
 
 def generator_marks() -> tuple[Any, Any, Any]:
     """Return values that change when `random`, numpy or torch draws from its process-global generator."""
-    state: Any = np.random.get_state(legacy=False)
-    # Not the whole state of 624 words: each draw moves `pos`, or renews the words, and a normal draw may set
-    # `has_gauss`.
-    inner = state["state"]
-    return (
-        hash(random.getstate()),
-        (inner["pos"], int(inner["key"][0]), state["has_gauss"]),
-        hash(torch.default_generator.get_state().numpy().tobytes()),
-    )
+    torchs = torch.default_generator.get_state().numpy().tobytes()
+    return hash(random.getstate()), numpy_mark(), hash(torchs)
 
 
 class EpochSeeding:

@@ -18,11 +18,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
 from asyncloader.errors import warn_aside
+from asyncloader.workers.fetch.numpy_state import numpy_mark
 
 _INSTEAD = (
     'These belong to the whole process, and with workers="threads" several threads draw from them at the same time. '
@@ -120,7 +120,7 @@ def _names_drawn(fetch: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
         if event == "c_call" and getattr(function, "__self__", None) is _PYTHONS and function.__name__ in _DRAWING:
             called = True
 
-    before = _numpy_mark()
+    before = numpy_mark()
     profiles = sys.getprofile() is None  # otherwise the user's profiler is left alone
     with _TorchDraws() as torchs:
         if profiles:
@@ -130,13 +130,6 @@ def _names_drawn(fetch: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
         finally:
             if profiles:
                 sys.setprofile(None)
-    found = {"random": called, "numpy": _numpy_mark() != before, "torch": torchs.drawn}
+    found = {"random": called, "numpy": numpy_mark() != before, "torch": torchs.drawn}
     return result, [name for name, drawn in found.items() if drawn]
 
-
-def _numpy_mark() -> Any:
-    state: Any = np.random.get_state(legacy=False)
-    if "pos" not in state["state"]:  # the user has set another generator than numpy's usual one
-        return str(state)
-    # Each draw moves `pos`, or renews the words; a normal draw may set `has_gauss`.
-    return state["state"]["pos"], int(state["state"]["key"][0]), state["has_gauss"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
 from asyncloader.workers.fetch import numpy_state
-from asyncloader.workers.fetch.numpy_state import save_numpy_state
+from asyncloader.workers.fetch.numpy_state import numpy_mark, save_numpy_state
 
 numpy_random: Any = np.random  # its stubs lack two of the functions
 
@@ -74,3 +75,16 @@ def test_a_generator_of_another_kind() -> None:
     np.random.standard_normal(3)
     restore()
     assert repr(np.random.get_state(legacy=False)) == state
+
+
+@pytest.mark.parametrize("generator", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64"])
+@pytest.mark.parametrize("draw", [np.random.random, np.random.standard_normal, lambda: np.random.randint(9)])
+def test_each_draw_changes_the_mark(generator: str, draw: Callable[[], Any]) -> None:
+    """Whatever the global generator is."""
+    numpy_random.set_bit_generator(getattr(np.random, generator)(1))
+    marks = [numpy_mark()]
+    assert numpy_mark() == marks[0]
+    for _ in range(700):  # the words of the usual generator are renewed once
+        draw()
+        marks.append(numpy_mark())
+    assert all(before != after for before, after in pairwise(marks))
