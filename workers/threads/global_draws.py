@@ -132,4 +132,3 @@ def _names_drawn(fetch: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any,
                 sys.setprofile(None)
     found = {"random": called, "numpy": numpy_mark() != before, "torch": torchs.drawn}
     return result, [name for name, drawn in found.items() if drawn]
-

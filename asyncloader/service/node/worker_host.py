@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import pickle
 import select
 import socket
-from collections import deque
-from collections.abc import Awaitable, Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
 from time import perf_counter
@@ -26,21 +23,26 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made, load_definition
 from asyncloader.service.node.dataset_info import dataset_info_of
+from asyncloader.service.node.hosted_connection import (
+    ConnectionChannel,
+    ConnectionLoop,
+    ConnectionOpening,
+    ConnectionSetup,
+    HostedConnection,
+)
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
-from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest, make_plan, with_shard_check, with_streams_plan
+from asyncloader.service.protocol.shard_plan import PlanRequest, make_plan
 from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
-from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.task_runner import TaskRunner
-from asyncloader.workers.worker import AsyncTaskLoop, serve_async, tune
+from asyncloader.workers.worker import serve_async, tune
 
 DATASET_INFO, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
 """Frames between the node and its process, pickled, as both are processes of the node: a `DatasetInfo`; a
@@ -49,35 +51,7 @@ error as bytes; the reason why the dataset could not be made, as text; a `Connec
 MOST_PROBLEM = 1500
 """Characters of that reason, at most."""
 
-_COUNTS_S = 0.25  # between two messages with a worker's counts
-_MOST_FRAME = (64 << 20) + 256  # a message's largest body, and the head of a frame
-_MOST_QUEUED = 16 << 20  # bytes of a connection's frames, in either direction, and one frame more
-_FRAME_BYTES = 200  # of memory that a queued frame takes besides its own bytes
-_MOST_TASKS = 1 << 13  # of a connection on an event loop: twice the credits that a loader may have
-_MOST_TASK_BYTES = 256 << 20  # bytes of their frames
 _MOST_REASON = 2000  # characters
-
-
-class ConnectionOpening(NamedTuple):
-    """A new connection.
-
-    Attributes:
-        number: the node's number for the connection, from 1.
-        loader: the name that the loader gave itself.
-        worker: the worker's number among the loader's workers.
-        setup: the loader's options, without dataset and functions.
-        catalog: the shards, if the loader assigns them; else None.
-        start: an `EpochStart`, packed by the loader and not read by the node.
-        info: the dataset's kind and length that the node gave the loader, which planned its epoch with them.
-    """
-
-    number: int
-    loader: str
-    worker: int
-    setup: WorkerSetup
-    catalog: Catalog | None
-    start: bytes
-    info: DatasetInfo
 
 
 class ConnectionEnding(NamedTuple):
@@ -137,160 +111,6 @@ class HostSetup(NamedTuple):
             host.run()
 
 
-class _ConnectionChannel(Channel):
-    """A channel whose `send_all` does not wait: one connection's reader must not hold up the others."""
-
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop | None) -> None:
-        super().__init__(sock, _MOST_FRAME)
-        self.recorder = Recorder()
-        """The worker's counts, which are sent to the loader before an answer, every `_COUNTS_S` at most."""
-        self.sent: Callable[[], None] | None = None
-        """Called when all waiting frames were sent, or the loader has hung up; only with an event loop."""
-        self._loop = loop  # sends waiting frames; None: `_Host._exchange` does
-        self._counts_due = 0.0
-
-    def send_all(self, frame: bytes, fds: Any = ()) -> None:
-        """Send a frame as far as the socket takes it; the rest follows later."""
-        now = perf_counter()
-        if now >= self._counts_due:
-            self._counts_due = now + _COUNTS_S
-            self.send(wire.pack(wire.COUNTS, self.recorder.packed()))
-        if not self.send(frame, fds) and self._loop is not None:
-            self._loop.add_writer(self.fileno(), self._writable)
-
-    def _writable(self) -> None:
-        try:
-            done = self.flush()
-        except ConnectionError:  # the loader has hung up
-            self.ended = done = True
-        if done and self._loop is not None:
-            self._loop.remove_writer(self.fileno())
-            if self.sent is not None:
-                self.sent()
-
-    @property
-    def full(self) -> bool:
-        """Whether the queue of unsent frames is too long for another answer."""
-        # A single descriptor fills it: each is of a segment with a batch of any size, which lives until it is sent.
-        return self.unsent.fds > 0 or self.unsent.memory > _MOST_QUEUED
-
-    def close(self) -> None:
-        """Close the socket and drop unsent frames. Idempotent."""
-        if self._loop is not None and self.fileno() >= 0:
-            # Before the number is free: the loop knows sockets by their numbers, and the next socket may get this one.
-            self._loop.remove_writer(self.fileno())
-        self.sent = None
-        super().close()
-
-
-class _Connection:
-    def __init__(self, opening: ConnectionOpening, channel: _ConnectionChannel, runner: TaskRunner) -> None:
-        self.number = opening.number
-        self.loader = opening.loader
-        self.channel = channel
-        self.runner = runner
-        self.frames: deque[tuple[int, bytes]] = deque()
-        self.queued = 0  # bytes of them
-        self.info = torch_worker._worker_info
-
-    @property
-    def ready(self) -> bool:
-        """Whether a frame can be carried out, and its answer be queued."""
-        # A loader that does not read its batches holds up its own tasks only. The queue gets shorter as it reads, and
-        # `frames` gets shorter as they are carried out: neither needs a frame that was not read yet.
-        return bool(self.frames) and not self.channel.full
-
-    @property
-    def events(self) -> int:
-        """The events to poll for, besides the loader's hanging up, which is always reported."""
-        reading = select.POLLIN if self.queued <= _MOST_QUEUED else 0
-        return reading | (select.POLLOUT if self.channel.unsent else 0)
-
-
-class _ConnectionLoop(AsyncTaskLoop):
-    """Carries out a connection's tasks on the loop that all connections share.
-
-    Args:
-        connection: the connection.
-        failed: called with the error that ends it, and whether a task raised it, before its tasks have ended.
-    """
-
-    def __init__(self, connection: _Connection, failed: Callable[..., None]) -> None:
-        super().__init__(connection.runner)
-        self._channel = connection.channel
-        self._channel.sent = self._sent
-        self._failed = failed
-
-    def _readable(self) -> None:
-        super()._readable()
-        # A task on the loop begins when it is read. So a loader that does not read its batches is not read from, until
-        # `_sent` is called: its answers would fill the memory.
-        if self._channel.full:
-            self._loop.remove_reader(self._channel.fileno())
-
-    def _sent(self) -> None:
-        if self._channel.ended:
-            self._end(None)
-        elif not self._done.done():
-            self._loop.add_reader(self._channel.fileno(), self._readable)
-
-    def _take(self, kind: int, body: bytes) -> None:
-        # Tasks in progress need a bound of their own: a dataset that waits for a store answers none for a while. The
-        # sum is computed for large frames only: the small ones take 256 MiB together at most, by their number.
-        large = len(body) > 1 << 15 and sum(self._tasks.values()) > _MOST_TASK_BYTES
-        if kind == wire.TASK and (large or len(self._tasks) >= _MOST_TASKS):
-            raise ValueError(f"broken stream: a loader has {len(self._tasks)} tasks or their bytes at one worker")
-        super()._take(kind, body)
-
-    def _end(self, error: BaseException | None, *, at_task: bool = False) -> None:
-        # Now, not when `run` raises: that waits for the cancelled tasks, which may take long, and the loader waits for
-        # this report.
-        if error is not None and not self._done.done():
-            self._failed(error, at_task=at_task)
-        super()._end(error)
-
-
-class _ConnectionSetup(NamedTuple):
-    """A connection's set-up, with the process's dataset, or None for one of its own."""
-
-    opening: ConnectionOpening
-    defined: Defined
-    made: Made | None
-    count_samples: Callable[[], Awaitable[Any]]
-    """Counts the samples of fixed streams; see `with_streams_plan`."""
-
-    def load(self) -> WorkerSetup:
-        # Another connection's info may be set. A dataset's length may depend on it, and the node's `DatasetInfo`, which
-        # is compared below, was taken without any.
-        torch_worker._worker_info = None
-        dataset, functions = self.made or self.defined.make()
-        # The stored data may have changed since the node's first process was started.
-        difference = dataset_info_of(dataset).difference(self.opening.info)
-        if difference:
-            raise StateError(
-                f"process {os.getpid()} of the node: {difference}. What is stored has changed since the node was "
-                "started: start it again, and make a new loader"
-            )
-        collate_fn, seeded = functions.get("collate_fn"), self.opening.setup.seeded
-        init = functions.get("worker_init_fn")
-        assert seeded is not None  # a service serves seeded loaders only
-        catalog = self.opening.catalog
-        if catalog is not None and catalog.batch:
-            dataset = dataset.fixed_streams(seeded.seed)
-            init = with_streams_plan(dataset, catalog, self.count_samples, init)
-        elif catalog is not None:
-            init = with_shard_check(dataset, catalog, init)
-        return self.opening.setup._replace(
-            dataset=dataset,
-            # As a list with an entry for each worker up to this one: `TaskRunner` takes the entry of its number.
-            starts=[MSGPACK.load_start(self.opening.start)] * (self.opening.worker + 1),
-            worker_init_fn=init,
-            decode=functions.get("decode"),
-            collate_fn=collate_fn or self.opening.setup.collate_fn,
-            seeded=seeded._replace(seed_collate=collate_fn is not None),
-        )
-
-
 class _Host:
     def __init__(self, channel: Channel, recorder: Recorder, defined: Defined, made: Made, info: DatasetInfo) -> None:
         self._channel = channel
@@ -301,7 +121,7 @@ class _Host:
         # Samples of a blocking map dataset depend on nothing but their index, so all connections read one copy. Any
         # other dataset may keep a position, or connections of an event loop.
         self._shared = not (info.iterable or info.asynchronous or info.stateful)
-        self._connections: dict[int, _Connection] = {}  # by descriptor
+        self._connections: dict[int, HostedConnection] = {}  # by descriptor
         self._used: dict[str, float] = {}  # seconds of each loader that has connections here
         self._draw_check = GlobalDrawCheck()  # of all connections: they share the process's generators
         self._planning: Any = None  # a dataset that no connection reads: it makes plans of any number of workers
@@ -312,7 +132,7 @@ class _Host:
 
     # ------------------------------------------------------------------------------------------- connections
 
-    def _control(self) -> list[_Connection]:
+    def _control(self) -> list[HostedConnection]:
         """Read the process's own channel. Returns the new connections."""
         opened = []
         for kind, body in self._channel.receive():
@@ -327,16 +147,16 @@ class _Host:
         self._ended = self._ended or self._channel.ended
         return opened
 
-    def _open(self, opening: ConnectionOpening) -> _Connection | None:
-        channel: _ConnectionChannel | None = None
+    def _open(self, opening: ConnectionOpening) -> HostedConnection | None:
+        channel: ConnectionChannel | None = None
         try:
             sock = socket.socket(fileno=self._channel.take_fd())
             sock.setblocking(False)
-            channel = _ConnectionChannel(sock, self._loop)
+            channel = ConnectionChannel(sock, self._loop)
             # The first connection reads the process's own copy, which was made to look at it: it is as good as new.
             made = self._made if self._shared or self._fresh else None
             self._fresh = False
-            setup = _ConnectionSetup(opening, self._defined, made, self._count_samples)
+            setup = ConnectionSetup(opening, self._defined, made, self._count_samples)
             runner = TaskRunner(
                 opening.worker, channel, setup, channel.recorder, perf_counter(), MSGPACK, self._draw_check
             )
@@ -345,7 +165,7 @@ class _Host:
             if channel is not None:
                 channel.close()
             return None
-        connection = _Connection(opening, channel, runner)
+        connection = HostedConnection(opening, channel, runner)
         self._add(connection)
         return connection
 
@@ -364,13 +184,13 @@ class _Host:
         with contextlib.suppress(ConnectionError):  # the node has died, which ends this process
             self._channel.send_all(wire.pack(ENDED, pickle.dumps(ending)))
 
-    def _add(self, connection: _Connection) -> None:
+    def _add(self, connection: HostedConnection) -> None:
         # A new loader begins with the time of the loader that had the least. From zero it would have all turns until it
         # had caught up with loaders that have read for hours.
         self._used.setdefault(connection.loader, min(self._used.values(), default=0.0))
         self._connections[connection.channel.fileno()] = connection
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: HostedConnection) -> None:
         # Before the channel is closed, after which it has no number.
         self._connections.pop(connection.channel.fileno(), None)
         connection.channel.close()
@@ -406,12 +226,12 @@ class _Host:
             for connection in self._connections.values():
                 poll.modify(connection.channel.fileno(), connection.events)
 
-    def _next(self) -> _Connection | None:
+    def _next(self) -> HostedConnection | None:
         """The connection whose turn it is: of those with work, one of the loader that has had the least time."""
         ready = [connection for connection in self._connections.values() if connection.ready]
         return min(ready, key=lambda connection: self._used[connection.loader], default=None)
 
-    def _exchange(self, connection: _Connection, events: int) -> None:
+    def _exchange(self, connection: HostedConnection, events: int) -> None:
         """Send waiting frames, and read the connection's socket if it is readable."""
         try:
             connection.channel.flush()
@@ -420,23 +240,20 @@ class _Host:
                 # tasks are dropped, as no one would read their answers.
                 connection.channel.ended = connection.channel.ended or bool(events & ~select.POLLOUT)
                 return
-            for frame in connection.channel.receive():
-                connection.frames.append(frame)
-                connection.queued += len(frame[1]) + _FRAME_BYTES
+            connection.receive()
         except ConnectionError:
             connection.channel.ended = True
         except Exception as error:
             self._fail(connection, error, at_task=False)
 
-    def _fail(self, connection: _Connection, error: BaseException, *, at_task: bool) -> None:
+    def _fail(self, connection: HostedConnection, error: BaseException, *, at_task: bool) -> None:
         """End this connection, and report why."""
         if not connection.channel.ended:  # reported before, or the loader has hung up
             self._report(connection.number, error, at_task=at_task)
         connection.channel.ended = True
 
-    def _carry_out(self, connection: _Connection) -> None:
-        kind, body = connection.frames.popleft()
-        connection.queued -= len(body) + _FRAME_BYTES
+    def _carry_out(self, connection: HostedConnection) -> None:
+        kind, body = connection.take()
         torch_worker._worker_info = connection.info
         began = perf_counter()
         # In memory that the node reads: if this process dies now, the node knows at which task, and blames no other
@@ -513,10 +330,10 @@ class _Host:
             await self._planner().counted()
         return self._planning
 
-    async def _run_connection(self, connection: _Connection) -> None:
+    async def _run_connection(self, connection: HostedConnection) -> None:
         try:
-            await _ConnectionLoop(connection, partial(self._fail, connection)).run()
-        except Exception:  # was reported by `_ConnectionLoop`; the other connections go on
+            await ConnectionLoop(connection, partial(self._fail, connection)).run()
+        except Exception:  # was reported by `ConnectionLoop`; the other connections go on
             connection.channel.ended = True
         finally:
             self._close(connection)

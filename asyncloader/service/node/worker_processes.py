@@ -17,6 +17,7 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.bridge import in_thread
+from asyncloader.service.node.hosted_connection import ConnectionOpening
 from asyncloader.service.node.worker_host import (
     DATASET_INFO,
     ENDED,
@@ -26,7 +27,6 @@ from asyncloader.service.node.worker_host import (
     PLAN,
     PLANNED,
     ConnectionEnding,
-    ConnectionOpening,
     HostSetup,
 )
 from asyncloader.service.protocol.handshake import Opening

@@ -15,7 +15,8 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader import Mixture, RemoteIterableDataset
 from asyncloader.service.definition import Made
 from asyncloader.service.node.dataset_info import dataset_info_of
-from asyncloader.service.node.worker_host import _Connection, _ConnectionSetup, _CurrentInfo, _Host
+from asyncloader.service.node.hosted_connection import ConnectionSetup, HostedConnection
+from asyncloader.service.node.worker_host import _CurrentInfo, _Host
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import PlanRequest
@@ -26,8 +27,8 @@ from tests.service import definitions
 
 
 def connection(number: int, loader: str) -> Any:
-    made = object.__new__(_Connection)
-    made.loader, made.frames = loader, deque([(1, b"")] * 100)
+    made = object.__new__(HostedConnection)
+    made.loader, made._frames, made._queued = loader, deque([(1, b"")] * 100), 0
     made.channel = SimpleNamespace(fileno=lambda: number, full=False)  # type: ignore[assignment]
     return made
 
@@ -42,7 +43,7 @@ def test_loaders_have_equal_time() -> None:
     def take(times: int) -> None:
         for _ in range(times):
             chosen = host._next()
-            chosen.frames.popleft()
+            chosen.take()
             host._used[chosen.loader] += 2.0 if chosen.loader == "slow" else 1.0
             turns[chosen.loader] += 1
 
@@ -54,7 +55,7 @@ def test_loaders_have_equal_time() -> None:
     assert turns["small"] == 20
     assert turns["slow"] == 10
     for each in host._connections.values():
-        each.frames.clear()
+        each._frames.clear()
     assert host._next() is None
 
 
@@ -98,7 +99,7 @@ def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     opening: Any = SimpleNamespace(
         info=DatasetInfo(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
     )
-    setup = _ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {}), _unasked).load()
+    setup = ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {}), _unasked).load()
     assert len(setup.dataset) == 100
 
 
