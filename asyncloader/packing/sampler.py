@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from asyncloader.packing.bin_packing import STRATEGIES, Strategy
 from asyncloader.packing.plan import PackingPlan
 from asyncloader.packing.sequence_rows import Row
-from asyncloader.samplers.argument_checks import check_lengths, check_positive
+from asyncloader.samplers.argument_checks import check_lengths, check_positive, checksum
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Restarting
 
@@ -112,7 +112,22 @@ class PackingSampler(Sampler[Row]):
             self.window = max(_LEAST_WINDOW, _ROWS_PER_WINDOW * self.max_tokens // mean)
         else:
             self.window = check_positive("window", window)
+        self._checksum = checksum(self._lengths, self._kept, labels)
         self._planned: PackingPlan | None = None
+
+    @property
+    def order_arguments(self) -> dict[str, Any]:
+        """The arguments from which the order of an epoch follows, as plain values, for a loader's state."""
+        return {
+            "strategy": self.strategy,
+            "max_tokens": self.max_tokens,
+            "slices": self.slices,
+            "lengths or domains": self._checksum,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+            "drop_last": self.drop_last,
+            "window": self.window,  # last: its default follows from the others, and an error names the first
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.

@@ -5,15 +5,16 @@ Data path: batch_plan -> [by_length] -> scheduler -> pool -> worker. It uses onl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from operator import index
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from asyncloader.samplers.argument_checks import check_lengths, check_positive
+from asyncloader.samplers.argument_checks import check_lengths, check_positive, checksum
 from asyncloader.samplers.batch_plan import BatchPlan, Limits
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.surviving import Restarting
@@ -47,7 +48,21 @@ class _LengthBatchSampler(Sampler[list[int]]):
         self.epoch = 0
         self._lengths = lengths
         self._limits = limits
+        self._checksum = checksum(lengths, self._kept)
         self._planned: BatchPlan | None = None
+
+    @property
+    def order_arguments(self) -> dict[str, Any]:
+        """The arguments from which the order of an epoch follows, as plain values, for a loader's state."""
+        return {
+            "lengths": self._checksum,
+            **dataclasses.asdict(self._limits),
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+            "drop_last": self.drop_last,
+            "ranks": self.ranks,
+            "window": self.window,  # last: its default follows from the others, and an error names the first
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
@@ -153,6 +168,12 @@ class BucketBatchSampler(_LengthBatchSampler):
             ranks=ranks,
         )
         self.batch_size = batch_size
+
+    @property
+    def order_arguments(self) -> dict[str, Any]:
+        """As of both samplers; under their names here."""
+        found = super().order_arguments
+        return {"batch_size": found.pop("max_batch_size")} | found
 
     def __repr__(self) -> str:
         return f"<BucketBatchSampler of {len(self._lengths)}, batch_size={self.batch_size}, {self._description()}>"

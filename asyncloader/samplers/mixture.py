@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Sampler
 
+from asyncloader.samplers.argument_checks import checksum
 from asyncloader.samplers.interleave import whole_weights
 from asyncloader.samplers.mixture_order import CHOICES, EpochMixture, MixtureOrder, OnExhausted, SourceOrder
 from asyncloader.samplers.permutation import Permutation
@@ -79,9 +80,20 @@ class MixtureSampler(Sampler[int]):
         self.shuffle = shuffle
         self.epoch = 0
         self._weights = whole
-        self._order = MixtureOrder(
-            self._sizes, [(0, whole)], on_exhausted, None if num_samples is None else index(num_samples)
-        )
+        self._num_samples = None if num_samples is None else index(num_samples)
+        self._order = MixtureOrder(self._sizes, [(0, whole)], on_exhausted, self._num_samples)
+
+    @property
+    def order_arguments(self) -> dict[str, Any]:
+        """The arguments from which the order of an epoch follows, as plain values, for a loader's state."""
+        return {
+            "lengths of datasets": checksum(self._sizes),
+            "weights": ":".join(map(str, self._weights)),
+            "on_exhausted": self.on_exhausted,
+            "num_samples": self._num_samples,
+            "shuffle": self.shuffle,
+            "seed": self.seed if self.shuffle else None,
+        }
 
     @property
     def proportions(self) -> tuple[Fraction, ...]:

@@ -24,7 +24,7 @@ from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.exchange import RankExchange
 from asyncloader.ranks.process_group import RankGroup, has_group, make_group
 from asyncloader.samplers.distributed import RankView
-from asyncloader.samplers.generators import own_generator, set_generators
+from asyncloader.samplers.generators import own_generator, samplers_within, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
@@ -431,7 +431,14 @@ def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
         "batch_size": size,
         "drop_last": bool(drop_last),
         "order": "stream" if config.iterable else _order(config),
+        "arguments": _sampler_arguments(config),
     }
+
+
+def _sampler_arguments(config: EpochConfig) -> dict[str, Any] | None:
+    samplers = samplers_within(config.batch_sampler, config.sampler)
+    told = (getattr(each, "order_arguments", None) for each in samplers)
+    return next((each for each in told if isinstance(each, dict)), None)
 
 
 def _sharing_ranks(config: EpochConfig) -> int:

@@ -446,6 +446,7 @@ class Progress:
         return {
             "version": VERSION,
             **self._expects,
+            "arguments": copy.copy(self._expects.get("arguments")),
             "length": None if self._expects["kind"] == "iterable" else dataset_length(self.config.dataset),
             "epoch": self.epoch,
             "step": self._step,

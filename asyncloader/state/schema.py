@@ -11,6 +11,8 @@ states are):
     seed, length, batch_size, drop_last, order
                    must agree with the loader; `batch_size` is that of all ranks together, and may differ where
                    `batch_change.py` finds the position in other batches
+    arguments      those of the sampler from which its order follows, by name; None: it does not tell them. They must
+                   agree within an epoch. Not in states of earlier versions
     world_size     number of ranks that shared a batch. For errors' texts; not in states of earlier versions
     epoch          the epoch's number
     step           batches of each rank that were delivered, without a gap
@@ -113,6 +115,9 @@ def check_state(given: Any) -> dict[str, Any]:
     ranks = given.get("world_size")
     if ranks is not None and not (_is_count(ranks) and ranks):
         raise StateError(f"the state is broken: world_size={_show(ranks)}")
+    arguments = given.get("arguments")
+    if not (arguments is None or (isinstance(arguments, dict) and all(isinstance(name, str) for name in arguments))):
+        raise StateError(f"the state is broken: arguments={_show(arguments)}")
     for name in ("epoch", "step"):
         if not _is_count(given[name]):
             raise StateError(f"the state is broken: {name}={given[name]}")
@@ -139,7 +144,8 @@ def check_state(given: Any) -> dict[str, Any]:
         whole = copy.deepcopy(given)
     except Exception as error:  # the user's own states may be any objects
         raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
-    state = {name: whole[name] for name in ("version", *_TYPES)} | {"world_size": ranks}
+    state = {name: whole[name] for name in ("version", *_TYPES)}
+    state |= {"world_size": ranks, "arguments": whole.get("arguments")}
     if state["workers"] is not None:  # only the keys of a cursor
         cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
         state["workers"]["cursors"] = cursors
@@ -239,6 +245,21 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
             f"the state was saved with {name}={_show(saved)}, but this loader has {name}={here!r}; make the loader as "
             "it was, or begin anew without the state"
         )
+    _compare_arguments(state, expected.get("arguments"))
+
+
+def _compare_arguments(state: dict[str, Any], here: dict[str, Any] | None) -> None:
+    saved = state["arguments"]
+    # At an epoch's beginning and end a sampler may be replaced: no sample is lost.
+    if saved is None or here is None or state["finished"] or not (state["step"] or state["beyond"]):
+        return
+    for name in [*here, *saved]:
+        if (name in saved, saved.get(name)) != (name in here, here.get(name)):
+            raise StateError(
+                f"the state was saved within an epoch of a sampler with {name}={_show(saved.get(name))}, but this "
+                f"loader's has {name}={here.get(name)!r}, and another order; make the sampler as it was, or begin anew "
+                "without the state"
+            )
 
 
 def check_generators(generators: dict[str, Any] | None, *, own: bool) -> None:
