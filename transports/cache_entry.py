@@ -10,20 +10,13 @@ All functions block and are called in threads.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
-import sys
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 from asyncloader.transports.cache_layout import CacheFooter
 from asyncloader.transports.file_lock import same_file
-
-_MADV_POPULATE_READ = 22  # linux/mman.h; Python has no name for it
-
 
 class EntryLost(Exception):
     """A file of the cache was opened, but cannot be read. It has been deleted; the store still has the object."""
@@ -63,33 +56,6 @@ class CacheEntry:
                 self._remove()
                 raise EntryLost(f"reading {self.path} failed: {error}") from error
 
-    @contextmanager
-    def mapped(self) -> Generator[memoryview]:
-        """Return the object's bytes, mapped from the file and in memory, for the time of a ``with`` block.
-
-        Raises:
-            EntryLost: the disk failed, or the file was cut.
-            OSError: the file cannot be mapped.
-        """
-        try:
-            # Private, so that it has an address in Python; it is only read.
-            whole = mmap.mmap(self.descriptor, self.size, access=mmap.ACCESS_COPY)
-        except ValueError as error:  # the file is shorter
-            raise EntryLost(f"{self.path} was cut while it was open") from error
-        view = memoryview(whole).toreadonly()
-        try:
-            try:
-                fetch(whole)
-            except OSError as error:
-                self._remove()
-                raise EntryLost(f"reading {self.path} failed: {error}") from error
-            yield view
-        finally:
-            # An error may refer to the bytes by its frames: then they are unmapped when it is dropped.
-            with suppress(BufferError):
-                view.release()
-                whole.close()
-
     def detach(self) -> int:
         """Return the descriptor, which is the caller's to close; this entry is closed."""
         with self._lock:
@@ -121,21 +87,3 @@ class CacheEntry:
             parts.append(data)
             total += len(data)
         return b"".join(parts)
-
-
-def fetch(mapping: mmap.mmap) -> None:
-    """Have the bytes of a mapped file in memory, so that a bad sector is an error here, and not the end of the process
-    where they are used. Only Linux since 5.14 does it; elsewhere nothing happens.
-
-    Raises:
-        OSError: a byte cannot be read.
-    """
-    if sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)  # not `mmap.madvise`, which holds the GIL
-    anchor = ctypes.c_char.from_buffer(mapping)
-    address, nbytes = ctypes.c_void_p(ctypes.addressof(anchor)), ctypes.c_size_t(len(mapping))
-    if libc.madvise(address, nbytes, ctypes.c_int(_MADV_POPULATE_READ)):
-        code = ctypes.get_errno()
-        if code != errno.EINVAL:  # an older kernel
-            raise OSError(code, os.strerror(code))

@@ -363,6 +363,11 @@ class PinnedFile(PinnedReader):
         self._status = first = self._status or status
         return not _differs(first, status)
 
+    def may_be(self, etag: str | None) -> bool:
+        # Without the inode number, which may change: see `_differs`.
+        first = self._status
+        return etag is None or first is None or etag.rpartition("-")[0] == _version(first)
+
     async def _info(self) -> ObjectInfo:
         _, status = await self._read(())
         return _describe(status)
@@ -418,7 +423,11 @@ def _differs(first: os.stat_result, now: os.stat_result) -> bool:
 
 def _describe(status: os.stat_result) -> ObjectInfo:
     settled = time.time_ns() - status.st_mtime_ns > _SETTLED_NS
-    return ObjectInfo(status.st_size, f"{status.st_mtime_ns}-{status.st_size}-{status.st_ino}" if settled else None)
+    return ObjectInfo(status.st_size, f"{_version(status)}-{status.st_ino}" if settled else None)
+
+
+def _version(status: os.stat_result) -> str:
+    return f"{status.st_mtime_ns}-{status.st_size}"
 
 
 def _read_block(descriptor: int, path: str, start: int, length: int, pread: _Pread = os.pread) -> bytes:

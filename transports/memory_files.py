@@ -12,10 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.local import PinnedFile
 from asyncloader.transports.open_files import OpenFile, OpenFiles, use_ranges
-from asyncloader.transports.page_cache import NotCached, pread_cached
 
 _R = TypeVar("_R")
 
@@ -25,10 +23,12 @@ class MemoryFile:
 
     Args:
         pinned: reads the file. Its answers and those of this object are of one version.
+        etag: of the version that is wanted. Default: any.
     """
 
-    def __init__(self, pinned: PinnedFile) -> None:
+    def __init__(self, pinned: PinnedFile, etag: str | None = None) -> None:
         self._pinned = pinned
+        self._etag = etag
         self._name = (pinned.files.root, pinned.path)  # in `OpenFiles`
 
     @property
@@ -83,8 +83,9 @@ class MemoryFile:
             if descriptor is None:
                 return None
             file = _KeptFile(descriptor, self._pinned.path)
-            if self._pinned.is_of_version(file.status):
-                files.keep(self._name, file)
+            if not (self._pinned.is_of_version(file.status) and self._pinned.may_be(self._etag)):
+                return None
+            files.keep(self._name, file)
         return file if self._pinned.is_of_version(file.status) else None
 
     def _is_unchanged(self, file: OpenFile) -> bool:
@@ -98,13 +99,7 @@ class _KeptFile(OpenFile):
     __slots__ = ()
 
     def read(self, start: int, length: int) -> bytes:
-        try:
-            data = pread_cached(self._descriptor, length, start)
-        except NotCached as error:
-            raise EntryLost(f"memory does not have bytes of {self.path}") from error
-        if len(data) < length:
-            raise EntryLost(f"memory has a part of the bytes of {self.path}, or it was cut")
-        return data
+        return self.read_at_once(start, length)
 
     def is_there(self) -> bool:
         """Return False, which has it opened anew."""

@@ -1,23 +1,40 @@
-"""A row group, decoded once, as a file that any process can map: its rows become samples when they are asked for. Pure.
+"""A row group, decoded once, as a file of which any process reads single rows. Pure.
 
-Data path: parquet: record batches -> [arrow_chunk: Arrow IPC, not compressed] -> samples.
+Data path: parquet: record batches -> [arrow_chunk: Arrow IPC messages of a few rows each] -> samples.
+
+The file has a message for each few rows, then the schema's message, then the table of the messages: the numbers of
+their first rows and, last, the number of rows; their offsets and, last, that of the schema, all int64. Its end says
+where these begin.
 """
 
 from __future__ import annotations
 
 import importlib
+import struct
+from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
-from asyncloader.formats.arrow_values import pyarrow, values
+import numpy as np
+
+from asyncloader.formats.arrow_values import converter, plain_type, pyarrow
 from asyncloader.formats.base import Sample, ShardError, base_name
 from asyncloader.formats.parquet import Footer, RecordBatchRows, read_batches
 from asyncloader.formats.parquet_file import Fetch
 from asyncloader.formats.rows import RowTable
 
-_PLACE = b"asyncloader.place"
+Read: TypeAlias = Callable[[int, int], bytes]
+"""Reads bytes of a file: from a position on, so many."""
+
+_MESSAGE_BYTES = 1 << 13
+"""A message has about as many bytes of rows: all of them are read for one row. One row may have more."""
+
+_COLUMN_BYTES = 256
+"""More of them for each column, of which each message has a description of some 60 bytes."""
+
+_END = struct.Struct("<qqq")  # offsets of the schema and of the table; offset of the row group in the Parquet file
 
 
 def _ipc() -> Any:
@@ -35,66 +52,113 @@ def dump_rows(
     max_sample_bytes: int,
     window_bytes: int,
 ) -> bytes:
-    """Decode rows ``[start, stop)`` of a file, which are those of row groups, to an Arrow IPC file. Blocks while bytes
-    are fetched. Arguments and errors are those of `parquet.read_rows`.
+    """Decode rows ``[start, stop)`` of a file, which are those of row groups, for `RowsFile`. Blocks while bytes are
+    fetched. Arguments and errors are those of `parquet.read_rows`.
     """
     arrow, _ = pyarrow()
     options: dict[str, Any] = {"max_sample_bytes": max_sample_bytes, "window_bytes": window_bytes}
     found = list(read_batches(footer, fetch, start=start, stop=stop, columns=columns, **options))
     place = found[0][2] if found else footer.end
-    table = arrow.Table.from_batches(batch for batch, _, _ in found)
+    table = _without_dictionaries(arrow.Table.from_batches(batch for batch, _, _ in found))
     if table.num_rows != stop - start:
         raise ShardError(f"rows {start:,} to {stop:,} are no row groups of this file", url=footer.url, offset=place)
-    # One batch, unless a column has more than 2 GiB of text: a row is found without a search.
-    table = table.unify_dictionaries().combine_chunks().replace_schema_metadata({_PLACE: str(place)})
+    # One piece, unless a column has more than 2 GiB of text: the messages have equally many rows.
+    table = table.combine_chunks().replace_schema_metadata(None)
+    size = _MESSAGE_BYTES + _COLUMN_BYTES * table.num_columns
     sink = arrow.BufferOutputStream()
-    with _ipc().new_file(sink, table.schema) as writer:
-        writer.write_table(table)
+    firsts, offsets = [0], [0]
+    for batch in table.to_batches(max_chunksize=max(1, size * table.num_rows // max(1, table.nbytes))):
+        sink.write(batch.serialize())
+        firsts.append(firsts[-1] + batch.num_rows)
+        offsets.append(sink.tell())
+    sink.write(table.schema.serialize())
+    end = _END.pack(offsets[-1], sink.tell(), place)
+    sink.write(np.array([firsts, offsets], "<i8").tobytes())
+    sink.write(end)
     data: bytes = sink.getvalue().to_pybytes()
     return data
 
 
-def parse_rows(view: memoryview, rows: Sequence[int], *, first: int, url: str, max_sample_bytes: int) -> list[Sample]:
-    """Return the samples of rows, ascending by number. They do not refer to `view`.
+def _without_dictionaries(table: Any) -> Any:
+    """Return the table with values in place of numbers in a dictionary, which a message does not have."""
+    arrow, _ = pyarrow()
+    for number, field in enumerate(table.schema):
+        plain = plain_type(field.type)
+        if plain != field.type:
+            column = table.column(number)
+            is_simple = arrow.types.is_dictionary(field.type)
+            column = column.cast(plain) if is_simple else arrow.array(column.to_pylist(), plain)
+            table = table.set_column(number, field.with_type(plain), column)
+    return table
+
+
+class RowsFile:
+    """The rows of a file that `dump_rows` made.
 
     Args:
-        view: the file that `dump_rows` made.
-        rows: numbers in the Parquet file.
+        read: reads the file.
+        size: the number of its bytes.
         first: number of the file's first row in the Parquet file.
         url: of the Parquet file.
         max_sample_bytes: refuse a row whose values take more bytes.
 
     Raises:
-        ShardError: a row is too large, or has a value without a Python form.
+        The errors of `read`.
     """
-    arrow, _ = pyarrow()
-    reader = _ipc().open_file(arrow.py_buffer(view))
-    batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-    starts = [first]
-    for batch in batches:
-        starts.append(starts[-1] + batch.num_rows)
-    single = RecordBatchRows(url, max_sample_bytes, None)
-    single.place = int((reader.schema.metadata or {}).get(_PLACE, b"0"))
-    name = base_name(url)
-    samples: list[Sample] = []
-    at = 0
-    while at < len(rows):
-        number = bisect_right(starts, rows[at]) - 1
-        start, batch = starts[number], batches[number]
-        end = at
-        while end < len(rows) and rows[end] < starts[number + 1]:
-            end += 1
-        found: list[Sample] = []
-        with suppress(Exception):
-            # A copy of these rows, of which whole columns are converted at a time.
-            taken = batch.take(arrow.array([row - start for row in rows[at:end]]))
-            if taken.nbytes <= max_sample_bytes:
-                columns = {key: values(column) for key, column in zip(taken.schema.names, taken.columns, strict=True)}
-                table = RowTable(columns, shard=name, url=url, first=0)
-                found = [table.sample(row) | {"__key__": f"{name}:{rows[at + row]}"} for row in range(end - at)]
-        if not found:  # a row is too large, or cannot be converted: it is found one by one, and raises its error
-            for row in rows[at:end]:
-                found += [located.sample for each in single.read(batch, start, row, row + 1) for located in each]
-        samples += found
-        at = end
-    return samples
+
+    def __init__(self, read: Read, size: int, *, first: int, url: str, max_sample_bytes: int) -> None:
+        arrow, _ = pyarrow()
+        schema, table, place = _END.unpack(read(size - _END.size, _END.size))
+        data = read(schema, size - _END.size - schema)
+        ipc = _ipc()
+        self._schema = ipc.read_schema(arrow.py_buffer(data[: table - schema]))
+        firsts, offsets = np.frombuffer(data[table - schema :], "<i8").reshape(2, -1)
+        # Arrays of 8 bytes an item, whose items are Python's: of a row group of 128 MiB 256 KiB.
+        self._firsts, self._offsets = (array("q", each.astype("q").tobytes()) for each in (firsts + first, offsets))
+        self._columns = [(field.name, converter(field.type)) for field in self._schema]
+        self._batch_of = ipc.read_record_batch
+        self._buffer = arrow.py_buffer
+        self._name = base_name(url)
+        self._url = url
+        self._max = max_sample_bytes
+        self._single = RecordBatchRows(url, max_sample_bytes, None)
+        self._single.place = place
+
+    def samples(self, read: Read, rows: Sequence[int]) -> list[Sample]:
+        """Return the samples of rows, ascending by their numbers in the Parquet file.
+
+        Args:
+            read: reads the file.
+            rows: the numbers.
+
+        Raises:
+            ShardError: a row is too large, or has a value without a Python form.
+            The errors of `read`.
+        """
+        samples: list[Sample] = []
+        at, count = 0, len(rows)
+        while at < count:
+            number = bisect_right(self._firsts, rows[at]) - 1
+            end, stop = at + 1, self._firsts[number + 1]
+            while end < count and rows[end] < stop:
+                end += 1
+            samples += self._of_message(read, number, rows[at:end])
+            at = end
+        return samples
+
+    def _of_message(self, read: Read, number: int, rows: Sequence[int]) -> list[Sample]:
+        begin, end = self._offsets[number : number + 2]
+        data = read(begin, end - begin)
+        batch = self._batch_of(self._buffer(data), self._schema)
+        start = self._firsts[number]
+        if len(data) <= self._max:  # no row can be too large
+            with suppress(Exception):
+                # From the first to the last: to convert some that are not asked for takes less time than to pick rows.
+                part = batch.slice(rows[0] - start, rows[-1] + 1 - rows[0])
+                columns = {name: convert(part.column(at)) for at, (name, convert) in enumerate(self._columns)}
+                table = RowTable(columns, shard=self._name, url=self._url, first=rows[0])
+                return [table.sample(row - rows[0]) for row in rows]
+        # A row is too large, or cannot be converted: it is found one by one, and raises its error.
+        return [
+            located.sample for row in rows for each in self._single.read(batch, start, row, row + 1) for located in each
+        ]

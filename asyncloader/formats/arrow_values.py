@@ -6,7 +6,8 @@ Data path: parquet: record batch -> [arrow_values] -> rows.
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -27,36 +28,84 @@ def pyarrow() -> tuple[Any, Any]:
         ) from error
 
 
-def values(column: Any) -> Column:
-    """Return a column's values, one per row: an array of its numbers; for fixed-size lists of numbers, an array with a
-    row of shape ``(size,)`` for each; for fixed-shape tensors, with a row of their shape. Of other types, and with a
-    null, which is None: a list of Python objects.
+Convert: TypeAlias = Callable[[Any], Column]
+"""Turns a column of one type into values, one per row."""
 
-    Raises:
-        Exception: a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the year 9999.
+
+def values(column: Any) -> Column:
+    """Return a column's values, one per row, like `converter`."""
+    return converter(column.type)(column)
+
+
+def converter(kind: Any) -> Convert:
+    """Return what turns a column of this type into values, one per row: an array of its numbers; for fixed-size lists
+    of numbers, an array with a row of shape ``(size,)`` for each; for fixed-shape tensors, with a row of their shape.
+    Of other types, and with a null, which is None: a list of Python objects.
+
+    It raises an error where a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the
+    year 9999.
     """
     arrow, _ = pyarrow()
-    kind = column.type
     if isinstance(kind, arrow.FixedShapeTensorType):
-        if column.null_count:
-            return list(column.to_pylist())
-        tensors = np.asarray(column.to_numpy_ndarray())
-        return tensors if tensors.ndim > 1 else [np.array(tensor) for tensor in tensors]
+        return _tensors
     if isinstance(kind, arrow.BaseExtensionType):
-        return values(column.storage)
-    if _is_plain_number(arrow, kind) and not column.null_count:
-        return np.asarray(column)
-    if not (arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type)):
-        return list(column.to_pylist())
+        stored = converter(kind.storage_type)
+        return lambda column: stored(column.storage)
+    if _is_plain_number(arrow, kind):
+        return _numbers
+    if arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type):
+        return _lists
+    return _objects
+
+
+def _objects(column: Any) -> Column:
+    found: list[Any] = column.to_pylist()
+    return found
+
+
+def _numbers(column: Any) -> Column:
+    return _objects(column) if column.null_count else np.asarray(column)
+
+
+def _tensors(column: Any) -> Column:
+    if column.null_count:
+        return _objects(column)
+    tensors = np.asarray(column.to_numpy_ndarray())
+    return tensors if tensors.ndim > 1 else [np.array(tensor) for tensor in tensors]
+
+
+def _lists(column: Any) -> Column:
     items = column.flatten()  # without the null rows
     if items.null_count:
-        return list(column.to_pylist())
-    rows = np.asarray(items.to_numpy(zero_copy_only=False)).reshape(len(column) - column.null_count, kind.list_size)
+        return _objects(column)
+    rows = np.asarray(items.to_numpy(zero_copy_only=False))
+    rows = rows.reshape(len(column) - column.null_count, column.type.list_size)
     if not column.null_count:
         return rows
     # Copies: a row that is kept for long must not hold its whole batch.
     filled = iter(rows)
     return [next(filled).copy() if valid else None for valid in column.is_valid().to_pylist()]
+
+
+def plain_type(kind: Any) -> Any:
+    """Return the type of the same values without dictionaries."""
+    arrow, _ = pyarrow()
+    types = arrow.types
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if "dictionary<" not in str(kind):
+        return kind
+    if types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return arrow.struct([field.with_type(plain_type(field.type)) for field in fields])
+    if types.is_map(kind):
+        return arrow.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if types.is_list(kind) or types.is_large_list(kind):
+        make = arrow.list_ if types.is_list(kind) else arrow.large_list
+        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return arrow.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
+    return kind
 
 
 def _is_plain_number(arrow: Any, kind: Any) -> bool:

@@ -11,8 +11,10 @@ from functools import partial
 
 from asyncloader.bridge import in_thread
 from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader
+from asyncloader.formats.arrow_chunk import dump_rows
 from asyncloader.formats.compressed import Compression, decoder
 from asyncloader.remote.catalog import Shard
+from asyncloader.remote.parquet_reading import Ranges, read_footer
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
@@ -101,9 +103,6 @@ async def decode_rows(
         ShardError: the file is damaged.
         TransportError: the shard cannot be read, or is of another version than `info`.
     """
-    from asyncloader.formats.arrow_chunk import dump_rows
-    from asyncloader.remote.parquet_reading import Ranges, read_footer
-
     footer, _ = await read_footer(pinned, shard.url)
     _check_version(pinned, info)
     ranges = Ranges(pinned)
@@ -125,5 +124,5 @@ async def decode_rows(
 
 
 def _check_version(pinned: PinnedReader, info: ObjectInfo | None) -> None:
-    if info is not None and info.etag is not None and pinned.etag not in (None, info.etag):
+    if info is not None and not pinned.may_be(info.etag):
         raise changed_error(pinned.path)

@@ -1,6 +1,6 @@
 """Files that the processes of one host make once and read together: indexes of samples, and decoded chunks.
 
-Data path: indexing, chunks -> [host_files: cache_store] -> shard_reader, in every process of the host.
+Data path: indexing, chunks -> [host_files: cache_store] -> kept_chunks, in every process of the host.
 
 With a `cache_dir` they lie in that cache, and count towards its limit (indexes, which are small, do not). Otherwise,
 and for objects without a version, in a folder of this dataset, which lives as long as the process that made it.
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -58,10 +58,6 @@ class Content(Protocol):
         """Return a part. Raises EntryLost: it cannot be read."""
         ...
 
-    def mapped(self) -> AbstractContextManager[memoryview]:
-        """Return all bytes for the time of a ``with`` block. Raises EntryLost: they cannot be read."""
-        ...
-
 
 class _FreshContent:
     """Bytes that were just made."""
@@ -72,9 +68,6 @@ class _FreshContent:
 
     def read(self, start: int, length: int) -> bytes:
         return self._data[start : start + length]
-
-    def mapped(self) -> AbstractContextManager[memoryview]:
-        return nullcontext(memoryview(self._data))
 
 
 class FileName(NamedTuple):
@@ -132,7 +125,7 @@ class HostFiles:
         Args:
             name: of the file.
             make: makes its bytes, in the running loop. Called once per host, unless the file does not fit.
-            use: its result must not refer to mapped bytes.
+            use: called with them, or with an open `CacheEntry`, which is closed afterwards.
             pool: the threads.
             slots: how many files are made at a time.
 

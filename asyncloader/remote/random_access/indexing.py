@@ -227,7 +227,7 @@ class Indexer:
             except LEFT_TO_READERS:
                 whole = False
             note(())
-            if info.etag is not None and pin.reader.etag not in (None, info.etag):
+            if not pin.reader.may_be(info.etag):
                 raise changed_error(path)
         self.read += 1
         edges = np.concatenate(found)

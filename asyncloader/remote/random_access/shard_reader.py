@@ -11,45 +11,40 @@ neighbours into one request (`Transport.read_ranges`).
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 from itertools import pairwise
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncloader.formats import Sample, ShardError
-from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.random_access.chunks import compression_of, decode_rows, unpack
-from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
+from asyncloader.remote.catalog import PARQUET
+from asyncloader.remote.random_access.chunks import compression_of, unpack
+from asyncloader.remote.random_access.host_files import FileName, HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, name_of
+from asyncloader.remote.random_access.kept_chunks import Chunk, KeptChunks
+from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup
+from asyncloader.remote.random_access.row_reader import RowReader
 from asyncloader.remote.random_access.sample_parsing import SampleParser
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import ObjectInfo, PinnedReader, RangeOutOfBounds, plan_ranges
+from asyncloader.transports import ObjectInfo, RangeOutOfBounds
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.cached_object import CachedObject
-from asyncloader.transports.local import PinnedFile
 from asyncloader.transports.memory_files import MemoryFile
 from asyncloader.transports.open_files import OpenFiles
-from asyncloader.transports.pinned import PinnedObject
 
 INDEX_BYTES = 64 << 20
 """Bytes of indexes that a loop keeps in memory: of 8 million samples. Others are read from their files again."""
 
 MOST_SHARDS = 1 << 16
 """Shards whose versions a loop keeps."""
-
-GAP = 1 << 16
-"""Bytes between two samples that are read to save a request to a network: requests are concurrent, so it saves no round
-trip, but about as much CPU time as 64 KiB take."""
 
 THREADS = 4
 
@@ -69,69 +64,6 @@ _LEAST = 1 << 13
 """What a sample counts, if it has fewer bytes."""
 
 _LENGTH = itemgetter(1)  # of a sample's start and length
-
-
-class _OpenShard:
-    """A shard of which samples were read."""
-
-    def __init__(self, shard: Shard, info: ObjectInfo | None, pinned: PinnedReader, parser: SampleParser) -> None:
-        self.shard = shard
-        self.info = info
-        self.pinned = pinned
-        self.parser = parser
-        self.edges: npt.NDArray[np.int64] | None = None
-        self.whole = True
-        # What has bytes of samples without a request, as they are in the shard.
-        self.cached: CachedObject | None = None
-        self.memory: MemoryFile | None = None
-        if shard.format != PARQUET and compression_of(shard) is None:
-            if isinstance(pinned, CachedObject):
-                self.cached = pinned
-            elif isinstance(pinned, PinnedFile):
-                self.memory = MemoryFile(pinned)
-
-    async def read(self, ranges: list[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges of the shard, like `PinnedReader.read_ranges`."""
-        if not isinstance(self.pinned, PinnedObject):  # a disk; or a cache, which keeps the bytes between them, too
-            return await self.pinned.read_ranges(ranges)
-        # The transport would read a useless MiB to save a request: right for a shard that is read through.
-        plan = plan_ranges(ranges, max_gap=GAP, max_size=self.pinned.transport.range_size)
-        return plan.cut([data for (data,) in await gather_all(self.pinned.read_ranges([each]) for each in plan.blocks)])
-
-    @property
-    def version(self) -> str | None:
-        """Of the object; None without a version."""
-        return None if self.info is None else self.info.etag
-
-
-class _Group(NamedTuple):
-    """Samples of one shard, ascending by their numbers in it; and their places in the result."""
-
-    opened: _OpenShard
-    samples: npt.NDArray[np.int64]
-    places: list[int]
-
-    def spans(self, edges: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Return start and length of the samples' bytes."""
-        if len(self.places) == 1:
-            start, stop = edges[self.samples[0] : self.samples[0] + 2].tolist()
-            return [(start, stop - start)]
-        starts = edges[self.samples]
-        return list(zip(starts.tolist(), (edges[self.samples + 1] - starts).tolist(), strict=True))
-
-    def part(self, first: int, stop: int) -> _Group:
-        """Return some of the samples."""
-        return _Group(self.opened, self.samples[first:stop], self.places[first:stop])
-
-    def put(self, found: Sequence[Any], samples: list[Any]) -> None:
-        """Put the samples that were found into their places."""
-        for place, sample in zip(self.places, found, strict=True):
-            samples[place] = sample
-
-    def left(self, found: Sequence[Any]) -> list[_Group]:
-        """Return a group of the samples that were not found, which are None; or nothing, if all were."""
-        left = [number for number, sample in enumerate(found) if sample is None]
-        return [_Group(self.opened, self.samples[left], [self.places[each] for each in left])] if left else []
 
 
 class ShardsReader:
@@ -160,17 +92,16 @@ class ShardsReader:
     ) -> None:
         self._catalog = catalog
         self._stores = stores
-        self._files = files
         self._kept = open_files
-        self._columns = columns
         self._max = max_sample_bytes
         self._ahead = read_ahead
         self._pool = BlockingPool("shards", THREADS)
         # One thread: each read of a sample gives up the GIL, and two threads would wait for each other every time.
         self._cached_reads = BlockingPool("cached shards", 1)
         self._indexer = Indexer(stores, files, self._pool, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead)
-        self._slots = asyncio.Semaphore(DECODED_AT_ONCE)
-        self._open: OrderedDict[int, _OpenShard] = OrderedDict()  # the last used last
+        self._chunks = KeptChunks(files, open_files, self._pool, asyncio.Semaphore(DECODED_AT_ONCE))
+        self._rows = RowReader(self._chunks, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead, columns=columns)
+        self._open: OrderedDict[int, OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # while files are open
         self._since = 0  # bytes that were read in the loop's thread since other tasks had a turn
@@ -191,12 +122,21 @@ class ShardsReader:
             ShardError, ObjectNotFound: a sample cannot be read.
             TransportError: the store cannot be read, or a shard has changed.
         """
+        try:
+            return await self._read(numbers)
+        finally:
+            if self._timer is None:
+                self._timer = asyncio.get_running_loop().call_later(UNUSED_S, self._drop_unused)
+
+    async def _read(self, numbers: npt.NDArray[np.int64]) -> list[Sample]:
         samples: list[Any] = [None] * len(numbers)
-        local: list[tuple[_Group, list[tuple[int, int]]]] = []
-        groups: list[_Group] = []
+        local: list[tuple[SampleGroup, list[tuple[int, int]]]] = []
+        groups: list[SampleGroup] = []
         for group in self._groups(numbers):
             edges = group.opened.edges
-            if edges is None or not self._is_local(group, edges):
+            if group.opened.shard.format == PARQUET:
+                groups += await self._read_kept_rows(group, samples)
+            elif edges is None or not self._is_local(group, edges):
                 groups.append(group)
             elif group.opened.memory is not None:
                 groups += await self._read_memory(group, group.spans(edges), group.opened.memory, samples)
@@ -204,10 +144,7 @@ class ShardsReader:
                 # Here, and not in the thread: another call may forget the edges before it runs.
                 local.append((group, group.spans(edges)))
         if local:
-            try:
-                read = await self._cached_reads.run(partial(self._read_local, local, samples))
-            finally:
-                self._drop_later()
+            read = await self._cached_reads.run(partial(self._read_local, local, samples))
             for (group, _), (left, nbytes) in zip(local, read, strict=True):
                 self._count(group, left, nbytes)
                 if left is not None:
@@ -219,10 +156,10 @@ class ShardsReader:
                 group.put(found, samples)
         return samples
 
-    def _groups(self, numbers: npt.NDArray[np.int64]) -> list[_Group]:
+    def _groups(self, numbers: npt.NDArray[np.int64]) -> list[SampleGroup]:
         if len(numbers) == 1:
             shard = int(self._catalog.starts.searchsorted(numbers[0], side="right")) - 1
-            return [_Group(self._opened(shard), numbers - self._catalog.starts[shard], [0])]
+            return [SampleGroup(self._opened(shard), numbers - self._catalog.starts[shard], [0])]
         order = np.argsort(numbers, kind="stable")
         ascending = numbers[order]
         starts = self._catalog.starts
@@ -231,24 +168,24 @@ class ShardsReader:
         places = order.tolist()
         edges = [0, *(np.flatnonzero(shards[1:] != shards[:-1]) + 1).tolist(), len(numbers)]
         return [
-            _Group(self._opened(int(shards[first])), inside[first:stop], places[first:stop])
+            SampleGroup(self._opened(int(shards[first])), inside[first:stop], places[first:stop])
             for first, stop in pairwise(edges)
         ]
 
     # --- from files that are open
 
-    def _is_local(self, group: _Group, edges: npt.NDArray[np.int64]) -> bool:
+    def _is_local(self, group: SampleGroup, edges: npt.NDArray[np.int64]) -> bool:
         """Whether the cache, or memory, is worth a look: the version that is read is known."""
         opened = group.opened
-        local = opened.cached or opened.memory
-        if local is None or not local.local:
-            return False
-        same = opened.version is None or opened.pinned.etag in (None, opened.version)
-        return same and not self._is_odd(opened, edges, group.samples)
+        if opened.memory is not None:
+            local = opened.memory.local
+        else:
+            local = opened.cached is not None and opened.cached.local and opened.pinned.may_be(opened.version)
+        return local and not self._is_odd(opened, edges, group.samples)
 
     async def _read_memory(
-        self, group: _Group, spans: list[tuple[int, int]], memory: MemoryFile, samples: list[Any]
-    ) -> list[_Group]:
+        self, group: SampleGroup, spans: list[tuple[int, int]], memory: MemoryFile, samples: list[Any]
+    ) -> list[SampleGroup]:
         """Read the samples of a group, with these spans, of which memory has the bytes. Return what is left.
 
         Raises:
@@ -258,25 +195,45 @@ class ShardsReader:
         if longest > min(_LONGEST, self._max):
             return [group]
         parse, each = group.opened.parser.parse, max(longest, _LEAST)
-        left: list[_Group] = []
+        left: list[SampleGroup] = []
         step = _TURN // each
-        try:
-            for at in range(0, len(spans), step):
-                part = group if len(spans) <= step else group.part(at, at + step)
-                found = memory.use_local(spans[at : at + step], parse, self._kept)
-                part.put(found, samples)
-                left += part.left(found)
-                self._since += len(found) * each
-                if self._since > _TURN:
-                    self._since = 0
-                    await asyncio.sleep(0)
-        finally:
-            self._drop_later()
+        for at in range(0, len(spans), step):
+            part = group if len(spans) <= step else group.part(at, at + step)
+            found = memory.use_local(spans[at : at + step], parse, self._kept)
+            part.put(found, samples)
+            left += part.left(found)
+            await self._give_turn(len(found) * each)
         return left
 
+    async def _read_kept_rows(self, group: SampleGroup, samples: list[Any]) -> list[SampleGroup]:
+        """Read the samples of a Parquet shard that are in row groups which are open, as far as memory has them. Return
+        what is left.
+
+        Raises:
+            ShardError: a sample cannot be read.
+        """
+        if group.opened.shard.edges is None:  # its rows could not be counted
+            return [group]
+        left: list[SampleGroup] = []
+        for each in self._rows.split(group):
+            found = self._rows.read_at_once(each)
+            if found is None:
+                left.append(each.group)
+            else:
+                each.group.put(found, samples)
+                await self._give_turn(len(found) * _LEAST)
+        return left
+
+    async def _give_turn(self, nbytes: int) -> None:
+        """Let other tasks of the loop run, after so many bytes were read in its thread."""
+        self._since += nbytes
+        if self._since > _TURN:
+            self._since = 0
+            await asyncio.sleep(0)
+
     def _read_local(
-        self, groups: list[tuple[_Group, list[tuple[int, int]]]], samples: list[Any]
-    ) -> list[tuple[_Group | None, int]]:
+        self, groups: list[tuple[SampleGroup, list[tuple[int, int]]]], samples: list[Any]
+    ) -> list[tuple[SampleGroup | None, int]]:
         """Read the samples of groups, each with its spans, that are in files of the cache; called in a thread.
 
         Returns:
@@ -285,7 +242,7 @@ class ShardsReader:
         Raises:
             ShardError: a sample cannot be read.
         """
-        results: list[tuple[_Group | None, int]] = []
+        results: list[tuple[SampleGroup | None, int]] = []
         for group, spans in groups:
             opened = group.opened
             assert opened.cached is not None
@@ -299,28 +256,24 @@ class ShardsReader:
             results.append((left[0] if left else None, nbytes))
         return results
 
-    def _count(self, group: _Group, left: _Group | None, nbytes: int) -> None:
+    def _count(self, group: SampleGroup, left: SampleGroup | None, nbytes: int) -> None:
         cached = group.opened.cached
         assert cached is not None
         if left is None:
             cached.cached.cache_counts.hit()
         cached.cached.cache_counts.save(nbytes)
 
-    def _drop_later(self) -> None:
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(UNUSED_S, self._drop_unused)
-
     def _drop_unused(self) -> None:
         self._timer = None
         if self._kept.drop_unused(UNUSED_S):
-            self._drop_later()
+            self._timer = asyncio.get_running_loop().call_later(UNUSED_S, self._drop_unused)
 
     # --- from the store
 
-    async def _read_group(self, group: _Group) -> list[Sample]:
+    async def _read_group(self, group: SampleGroup) -> list[Sample]:
         opened = group.opened
         if opened.shard.format == PARQUET:
-            return await self._read_rows(opened, group.samples.tolist())
+            return await self._rows.read(group)
         if compression_of(opened.shard) is not None:
             return await self._read_unpacked(opened, group.samples)
         edges = await self._edges(opened)
@@ -339,14 +292,14 @@ class ShardsReader:
         parse = opened.parser.parse
         return [parse(each, 0, length, start) for each, (start, length) in zip(data, spans, strict=True)]
 
-    async def _read_unpacked(self, opened: _OpenShard, samples: npt.NDArray[np.int64]) -> list[Sample]:
+    async def _read_unpacked(self, opened: OpenShard, samples: npt.NDArray[np.int64]) -> list[Sample]:
         """Return samples of a compressed shard, from its decompressed bytes, which the host's processes share."""
         shard, mds = opened.shard, opened.shard.mds
         edges = opened.edges if mds is not None else await self._edges(opened)
         if edges is not None and self._is_odd(opened, edges, samples):
             return [await self._read_stepwise(opened, edges, each) for each in samples.tolist()]
 
-        def use(unpacked: Content) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
+        def use(unpacked: Chunk) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
             found = edges
             if found is None:
                 assert mds is not None
@@ -358,53 +311,20 @@ class ShardsReader:
 
         name = FileName(f"{name_of(shard)}\0unpacked", opened.version)
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
-        found, data = await self._files.use(name, make, use, self._pool, self._slots)
+        found, data = self._chunks.use_at_once(name, use) or await self._chunks.use(name, make, use)
         if opened.edges is None:
             self._keep_edges(opened, found)
         parse = opened.parser.parse
         return [parse(each, 0, len(each), start) for each, start in data]
 
-    async def _read_rows(self, opened: _OpenShard, rows: list[int]) -> list[Sample]:
-        """Return samples of a Parquet shard, from its decoded row groups, which the host's processes share."""
-        shard, edges = opened.shard, opened.shard.edges
-        if edges is None:
-            from asyncloader.remote.parquet_reading import read_footer
-
-            await read_footer(opened.pinned, shard.url)  # raises the error that it raised before
-            raise ShardError("the shard was replaced since its rows were counted", url=shard.url)
-        groups: dict[int, list[int]] = {}
-        for row in rows:
-            groups.setdefault(bisect_right(edges, row) - 1, []).append(row)
-        columns = "" if self._columns is None else repr(sorted(self._columns))
-
-        def read_group(group: int, wanted: list[int]) -> Coroutine[Any, Any, list[Sample]]:
-            first, stop = edges[group : group + 2]
-            make = partial(
-                decode_rows,
-                opened.pinned,
-                shard,
-                opened.info,
-                first,
-                stop,
-                columns=self._columns,
-                max_sample_bytes=self._max,
-                read_ahead=self._ahead,
-            )
-            use = partial(_parse_rows, rows=wanted, first=first, url=shard.url, max_sample_bytes=self._max)
-            name = FileName(f"{name_of(shard)}\0rows {first} to {stop} {columns}", opened.version)
-            return self._files.use(name, make, use, self._pool, self._slots)
-
-        found = await gather_all(read_group(*each) for each in groups.items())
-        return [sample for group in found for sample in group]
-
     @staticmethod
-    def _is_odd(opened: _OpenShard, edges: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]) -> bool:
+    def _is_odd(opened: OpenShard, edges: npt.NDArray[np.int64], samples: npt.NDArray[np.int64]) -> bool:
         """Whether one of the samples, the last in its shard, stands for what cannot be read: the reader of a range has
         the error for it.
         """
         return not opened.whole and int(samples[-1]) == len(edges) - 2
 
-    async def _read_stepwise(self, opened: _OpenShard, edges: npt.NDArray[np.int64], number: int) -> Sample:
+    async def _read_stepwise(self, opened: OpenShard, edges: npt.NDArray[np.int64], number: int) -> Sample:
         start, stop = int(edges[number]), int(edges[number + 1])
         # Where a shard that was cut off ends, its reader would take a part of a sample for the whole.
         odd = self._is_odd(opened, edges, np.array([number]))
@@ -415,13 +335,13 @@ class ShardsReader:
                 return batch[0].sample
         raise ShardError("the shard was replaced: no sample is here", url=opened.shard.url, offset=start)
 
-    def _opened(self, number: int) -> _OpenShard:
+    def _opened(self, number: int) -> OpenShard:
         opened = self._open.get(number)
         if opened is None:
             shard = self._catalog.shards[number]
             transport, path = self._stores.find(shard.url)
             parser = SampleParser(shard, self._max)
-            opened = _OpenShard(shard, self._catalog.infos[number], transport.pinned(path), parser)
+            opened = OpenShard(shard, self._catalog.infos[number], transport.pinned(path), parser)
             self._open[number] = opened
             if len(self._open) > MOST_SHARDS:
                 _, oldest = self._open.popitem(last=False)
@@ -429,7 +349,7 @@ class ShardsReader:
         self._open.move_to_end(number)
         return opened
 
-    async def _edges(self, opened: _OpenShard) -> npt.NDArray[np.int64]:
+    async def _edges(self, opened: OpenShard) -> npt.NDArray[np.int64]:
         if opened.edges is not None:
             return opened.edges
         shard = opened.shard
@@ -445,7 +365,7 @@ class ShardsReader:
         self._keep_edges(opened, edges)
         return edges
 
-    def _keep_edges(self, opened: _OpenShard, edges: npt.NDArray[np.int64]) -> None:
+    def _keep_edges(self, opened: OpenShard, edges: npt.NDArray[np.int64]) -> None:
         if opened.edges is None:  # another call may have been quicker
             opened.edges = edges
             self._index_bytes += edges.nbytes
@@ -453,18 +373,11 @@ class ShardsReader:
             if each is not opened and self._index_bytes > INDEX_BYTES:
                 self._forget(each)
 
-    def _forget(self, opened: _OpenShard) -> None:
+    def _forget(self, opened: OpenShard) -> None:
         if opened.edges is not None:
             self._index_bytes -= opened.edges.nbytes
             opened.edges = None
 
-    def _check_version(self, opened: _OpenShard) -> None:
-        if opened.version is not None and opened.pinned.etag not in (None, opened.version):
+    def _check_version(self, opened: OpenShard) -> None:
+        if not opened.pinned.may_be(opened.version):
             raise changed_error(opened.pinned.path)
-
-
-def _parse_rows(decoded: Content, **options: Any) -> list[Sample]:
-    from asyncloader.formats.arrow_chunk import parse_rows  # imports pyarrow
-
-    with decoded.mapped() as view:
-        return parse_rows(view, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, Remo
 from asyncloader.errors import NoEffectWarning, ShardError
 from asyncloader.remote.random_access.shard_reader import THREADS
 from asyncloader.transports import ObjectNotFound, ReadFailed
+from asyncloader.transports.local import LocalTransport
 from tests.helpers.comparing import assert_same
 from tests.helpers.http_store import HttpStore
 from tests.helpers.http_store import serving as serving_http
@@ -392,6 +394,33 @@ def test_a_shard_that_changes(tars: Path, tmp_path: Path, cached: bool) -> None:
             await other.prepare()
             assert len(other) == TOTAL - SIZES[1] + 20
             assert (await other[SIZES[0] + 3])["n"] == b"103"
+
+    run_async(run())
+
+
+@pytest.mark.parametrize("format", ["tar", "jsonl", "tfrecord", "jsonl.zst", "parquet"])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_file_that_was_replaced(
+    format: str, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the index and the first read, by one of the same size: it is an error, and not another sample."""
+    write(tmp_path, format)
+    paths = sorted(tmp_path.glob(f"s*.{format}"))
+    for number, path in enumerate(paths):
+        os.utime(path, (1e9, 1e9 + number))
+    if not in_memory:
+        monkeypatch.setattr(LocalTransport, "answers_at_once", False)
+
+    async def run() -> None:
+        dataset = RemoteMapDataset([str(path) for path in paths])
+        await dataset.prepare()
+        shutil.copy(paths[1], tmp_path / "new")
+        (tmp_path / "new").replace(paths[1])
+        async with dataset:
+            for _ in range(2):
+                with pytest.raises(ReadFailed, match="changed while it was read"):
+                    await dataset[SIZES[0] + 1]
+            await dataset[0]
 
     run_async(run())
 

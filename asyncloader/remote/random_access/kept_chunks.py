@@ -1,0 +1,98 @@
+"""Keeps the files of decoded chunks open between reads. Used in one event loop.
+
+Data path: host_files -> [kept_chunks: open_files] -> shard_reader.
+
+What memory has of an open file is read in the loop's thread: a call in a thread takes as long as several samples, and
+to open a file and compare its footer as one or two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
+from asyncloader.transports.blocking import BlockingPool
+from asyncloader.transports.cache_entry import CacheEntry, EntryLost
+from asyncloader.transports.open_files import OpenFile, OpenFiles
+
+_R = TypeVar("_R")
+
+
+class Chunk(NamedTuple):
+    """The bytes of a decoded chunk.
+
+    Attributes:
+        read: returns a part of them: from a position on, so many bytes.
+        size: the number of bytes.
+        file: of which they are; None: they are not kept.
+    """
+
+    read: Callable[[int, int], bytes]
+    size: int
+    file: ChunkFile | None
+
+
+class ChunkFile(OpenFile):
+    """The open file of a decoded chunk.
+
+    Attributes:
+        size: of the chunk. Behind it lies the file's footer.
+        parsed: what its reader has found out about the chunk, for the next read; None at first.
+    """
+
+    __slots__ = ("parsed", "size")
+
+    def __init__(self, entry: CacheEntry) -> None:
+        self.size = entry.size
+        self.parsed: Any = None
+        super().__init__(entry.detach(), entry.path)
+
+
+class KeptChunks:
+    """The decoded chunks of one dataset.
+
+    Args:
+        files: makes and opens them.
+        open_files: keeps them open.
+        pool: the threads.
+        slots: how many of them are made at a time.
+    """
+
+    def __init__(self, files: HostFiles, open_files: OpenFiles, pool: BlockingPool, slots: asyncio.Semaphore) -> None:
+        self._files = files
+        self._kept = open_files
+        self._pool = pool
+        self._slots = slots
+
+    def use_at_once(self, name: FileName, use: Callable[[Chunk], _R]) -> _R | None:
+        """Return the result of `use`, which is not None, if the chunk is open and memory has what it reads; otherwise
+        None. Never waits.
+        """
+        file = self._kept.find(name)
+        if not isinstance(file, ChunkFile):
+            return None
+        try:
+            return use(Chunk(file.read_at_once, file.size, file))
+        except EntryLost:
+            return None
+
+    async def use(self, name: FileName, make: Callable[[], Awaitable[bytes]], use: Callable[[Chunk], _R]) -> _R:
+        """Return the result of `use`, which is called in a thread. Arguments and errors are those of
+        `HostFiles.use`.
+        """
+        file = self._kept.find(name)
+        if isinstance(file, ChunkFile):
+            try:
+                return await self._pool.run(partial(use, Chunk(file.read, file.size, file)))
+            except EntryLost:
+                self._kept.drop(name)
+        return await self._files.use(name, make, partial(self._use, name, use), self._pool, self._slots)
+
+    def _use(self, name: FileName, use: Callable[[Chunk], _R], content: Content) -> _R:
+        result = use(Chunk(content.read, content.size, None))
+        if isinstance(content, CacheEntry):
+            self._kept.keep(name, ChunkFile(content))
+        return result

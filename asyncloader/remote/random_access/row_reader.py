@@ -1,0 +1,120 @@
+"""Reads rows of Parquet shards out of decoded row groups, which the host's processes share.
+
+Data path: chunks -> host_files -> kept_chunks -> [row_reader: arrow_chunk] -> shard_reader.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from asyncloader.formats import Sample, ShardError
+from asyncloader.formats.arrow_chunk import RowsFile
+from asyncloader.remote.parquet_reading import read_footer
+from asyncloader.remote.random_access.chunks import decode_rows
+from asyncloader.remote.random_access.host_files import FileName
+from asyncloader.remote.random_access.indexing import name_of
+from asyncloader.remote.random_access.kept_chunks import Chunk, KeptChunks
+from asyncloader.remote.random_access.opened_shards import SampleGroup
+from asyncloader.transports.base import gather_all
+
+MOST_ROWS = 32
+"""Rows of a row group that are read together: in the loop's thread, without a turn for its other tasks."""
+
+
+class RowGroupSamples(NamedTuple):
+    """Samples of one row group.
+
+    Attributes:
+        first, stop: the numbers of the row group's rows.
+        group: the samples.
+    """
+
+    first: int
+    stop: int
+    group: SampleGroup
+
+
+class RowReader:
+    """Reads the rows of one dataset. Used in one event loop.
+
+    Args:
+        chunks: the decoded row groups.
+        max_sample_bytes: refuse a row whose values take more bytes.
+        read_ahead: bytes of a row group that are fetched ahead of its decoding.
+        columns: the columns to read. None: all.
+    """
+
+    def __init__(
+        self, chunks: KeptChunks, *, max_sample_bytes: int, read_ahead: int, columns: Sequence[str] | None
+    ) -> None:
+        self._chunks = chunks
+        self._columns = columns
+        self._wanted = "" if columns is None else repr(sorted(columns))
+        self._max = max_sample_bytes
+        self._ahead = read_ahead
+
+    def split(self, group: SampleGroup) -> Iterator[RowGroupSamples]:
+        """Yield the samples of a shard by row groups, at most `MOST_ROWS` together."""
+        edges = group.opened.shard.edges
+        assert edges is not None
+        at, rows = 0, group.samples.tolist()
+        while at < len(rows):
+            number = bisect_right(edges, rows[at]) - 1
+            first, stop = edges[number : number + 2]
+            end = min(bisect_left(rows, stop, at), at + MOST_ROWS)
+            yield RowGroupSamples(first, stop, group.part(at, end))
+            at = end
+
+    def read_at_once(self, wanted: RowGroupSamples) -> list[Sample] | None:
+        """Return samples of a row group that is open, if memory has them all; otherwise None. Never waits.
+
+        Raises:
+            ShardError: a row is too large, or has a value without a Python form.
+        """
+        return self._chunks.use_at_once(self._name(wanted), partial(self._parse, wanted))
+
+    async def read(self, group: SampleGroup) -> list[Sample]:
+        """Return samples of a shard, whose row groups are decoded at the same time.
+
+        Raises:
+            ShardError: the shard or a row cannot be read.
+            TransportError: the store cannot be read, or the shard has changed.
+        """
+        opened = group.opened
+        if opened.shard.edges is None:
+            await read_footer(opened.pinned, opened.shard.url)  # raises the error that it raised before
+            raise ShardError("the shard was replaced since its rows were counted", url=opened.shard.url)
+        found = await gather_all(map(self._read, self.split(group)))
+        return [sample for rows in found for sample in rows]
+
+    async def _read(self, wanted: RowGroupSamples) -> list[Sample]:
+        opened = wanted.group.opened
+        make = partial(
+            decode_rows,
+            opened.pinned,
+            opened.shard,
+            opened.info,
+            wanted.first,
+            wanted.stop,
+            columns=self._columns,
+            max_sample_bytes=self._max,
+            read_ahead=self._ahead,
+        )
+        return await self._chunks.use(self._name(wanted), make, partial(self._parse, wanted))
+
+    def _name(self, wanted: RowGroupSamples) -> FileName:
+        opened = wanted.group.opened
+        rows = f"rows {wanted.first} to {wanted.stop}, few in a message {self._wanted}"
+        return FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
+
+    def _parse(self, wanted: RowGroupSamples, chunk: Chunk) -> list[Sample]:
+        parsed: RowsFile | None = None if chunk.file is None else chunk.file.parsed
+        if parsed is None:
+            url = wanted.group.opened.shard.url
+            parsed = RowsFile(chunk.read, chunk.size, first=wanted.first, url=url, max_sample_bytes=self._max)
+            if chunk.file is not None:
+                chunk.file.parsed = parsed
+        return parsed.samples(chunk.read, wanted.group.samples.tolist())

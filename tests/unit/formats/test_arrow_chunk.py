@@ -1,0 +1,148 @@
+"""Decoded row groups: any rows are those of the whole file, and their messages are all that is read for them."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from asyncloader.formats import ShardError
+from asyncloader.formats.arrow_chunk import RowsFile, dump_rows
+from tests.unit.formats.test_parquet import Ranges, rows_of
+from tests.unit.formats.test_parquet_footer import URL, footer_of, written
+
+
+class Counted:
+    """Reads a decoded file, and counts."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.nbytes = 0
+
+    def __call__(self, start: int, length: int) -> bytes:
+        assert 0 <= start <= start + length <= len(self.data)
+        self.nbytes += length
+        return self.data[start : start + length]
+
+
+def opened(
+    data: bytes, start: int, stop: int, most: int = 1 << 30, columns: list[str] | None = None
+) -> tuple[RowsFile, Counted]:
+    """Rows ``[start, stop)`` of a Parquet file, which are row groups, decoded and opened."""
+    options: dict[str, Any] = {"max_sample_bytes": most, "window_bytes": 1 << 20}
+    footer = footer_of(data)
+    read = Counted(dump_rows(footer, Ranges(data), start=start, stop=stop, columns=columns, **options))
+    return RowsFile(read, len(read.data), first=start, url=URL, max_sample_bytes=most), read
+
+
+ROWS = 300
+
+
+def with_holes(make: Callable[[int], Any]) -> list[Any]:
+    """A column of which every seventh value is missing."""
+    return [None if row % 7 == 3 else make(row) for row in range(ROWS)]
+
+
+def lists(make: Callable[[int], Any]) -> list[Any]:
+    return with_holes(lambda row: [make(row + each) for each in range(row % 4)])
+
+
+KINDS: dict[str, Any] = {
+    "int": range(ROWS),
+    "float": np.linspace(0, 1, ROWS, dtype=np.float32),
+    "bool": [row % 3 == 0 for row in range(ROWS)],
+    "int with nulls": with_holes(int),
+    "text": [f"text {row}" * (row % 5) for row in range(ROWS)],
+    "bytes": with_holes(lambda row: bytes([row % 256]) * (row % 9)),
+    "long text": pa.array([str(row) for row in range(ROWS)], pa.large_string()),
+    "nothing": pa.nulls(ROWS),
+    "time": with_holes(lambda row: dt.datetime(2024, 2, 29, tzinfo=dt.UTC) + dt.timedelta(hours=row)),
+    "decimal": [decimal.Decimal(row) / 4 for row in range(ROWS)],
+    "category": pa.array([f"c{row % 5}" for row in range(ROWS)]).dictionary_encode(),
+    "category with nulls": pa.array(with_holes(lambda row: f"c{row % 5}")).dictionary_encode(),
+    "categories": pa.array(lists(lambda row: f"c{row % 5}"), pa.list_(pa.dictionary(pa.int8(), pa.string()))),
+    "struct of category": pa.array(
+        [{"c": f"c{row % 5}", "n": row} for row in range(ROWS)],
+        pa.struct([("c", pa.dictionary(pa.int8(), pa.string())), ("n", pa.int64())]),
+    ),
+    "list": lists(int),
+    "lists of lists": lists(lambda row: [row, None]),
+    "struct": with_holes(lambda row: {"bytes": bytes([row % 256]), "path": None if row % 2 else str(row)}),
+    "map": pa.array([[(f"k{row}", row)] for row in range(ROWS)], pa.map_(pa.string(), pa.int64())),
+    "vector": pa.array([[row, 1, 2] for row in range(ROWS)], pa.list_(pa.int16(), 3)),
+    "vector with nulls": pa.array(with_holes(lambda row: [row, 0.5]), pa.list_(pa.float32(), 2)),
+    "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(ROWS * 6, dtype=np.uint8).reshape(ROWS, 2, 3)),
+}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two samples are equal, with the types of their values."""
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, dict):
+        return [*one] == [*other] and all(same(value, other[name]) for name, value in one.items())
+    return type(one) is type(other) and one == other
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind or "all")
+def test_rows_are_those_of_the_file(kind: str | None) -> None:
+    """Of each type: single rows and runs, in one message and in several, at the ends and in the middle; none refers to
+    what was read.
+    """
+    table = pa.table({name: column for name, column in KINDS.items() if kind in (name, None)})
+    data = written(table, row_group_size=100)
+    whole = [sample for sample, _ in rows_of(data)]
+    file, read = opened(data, 100, 300)
+    draw = random.Random(1)
+    for count in (1, 1, 2, 7, 60, 200):
+        rows = sorted(draw.sample(range(100, 300), count))
+        found = file.samples(read, rows)
+        assert all(map(same, found, [whole[row] for row in rows]))
+        assert len(found) == count
+        for sample in found:
+            for value in sample.values():
+                if isinstance(value, np.ndarray):
+                    assert value.base is None or value.base.nbytes == value.nbytes
+    assert all(map(same, file.samples(read, [100, 299]), [whole[100], whole[299]]))
+
+
+@pytest.mark.parametrize(("nbytes", "columns"), [(2000, 1), (20, 1), (20, 200), (100_000, 2)])
+def test_little_is_read_for_a_row(nbytes: int, columns: int) -> None:
+    """About 8 KiB, and 256 bytes more for a column; or the row, if it has more."""
+    texts = [bytes([row]) * nbytes for row in range(100)]
+    data = written(pa.table({f"c{number}": texts for number in range(columns)}))
+    file, read = opened(data, 0, 100)
+    read.nbytes = 0
+    (sample,) = file.samples(read, [57])
+    assert sample["c0"] == texts[57]
+    assert read.nbytes <= max(8192 + 256 * columns, nbytes * columns) + 500 + 200 * columns
+    read.nbytes = 0
+    file.samples(read, [57, 57, 57])
+    assert read.nbytes <= max(8192 + 256 * columns, nbytes * columns) + 500 + 200 * columns
+
+
+def test_rows_that_cannot_be_samples() -> None:
+    """A row's error is raised for this row alone, also if its message has others."""
+    times = pa.array([0, 400_000_000_000_000_000, 2, 3], pa.timestamp("us"))  # the second is in the year 14645
+    data = written(pa.table({"n": range(4), "at": times, "text": ["a", "b", "c" * 5000, "d"]}))
+    file, read = opened(data, 0, 4, most=4000)
+    for good in ([0], [3], [0, 3]):
+        assert [sample["n"] for sample in file.samples(read, good)] == good
+    for rows, match in (([1], "row 1 has a value with no Python form"), ([0, 2], "row 2 takes 5,0.. bytes")):
+        with pytest.raises(ShardError, match=match) as caught:
+            file.samples(read, rows)
+        assert caught.value.offset == 4  # of the row group
+
+
+def test_only_some_columns() -> None:
+    """The others are in no message."""
+    data = written(pa.table({"n": range(4), "text": ["x" * 1000] * 4}))
+    file, read = opened(data, 0, 4, columns=["n"])
+    assert len(read.data) < 1000
+    assert file.samples(read, [2]) == [{"n": 2, "__key__": "a.parquet:2", "__url__": URL}]
