@@ -49,5 +49,5 @@ def checksum(*arrays: npt.ArrayLike | None) -> str:
     for array in arrays:
         given = np.asarray(() if array is None else array)
         total.update(f"{given.dtype.str}{given.shape}".encode())
-        total.update(np.ascontiguousarray(given).view(np.uint8))
+        total.update(np.ascontiguousarray(given).data)
     return total.hexdigest()

@@ -311,7 +311,8 @@ class ShardsReader:
 
         name = FileName(f"{name_of(shard)}\0unpacked", opened.version)
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
-        found, data = self._chunks.use_at_once(name, use) or await self._chunks.use(name, make, use)
+        used = self._chunks.use_at_once(name, use)
+        found, data = await self._chunks.use(name, make, use) if used is None else used
         if opened.edges is None:
             self._keep_edges(opened, found)
         parse = opened.parser.parse

@@ -92,12 +92,12 @@ CASES = [(sampler, name) for sampler, (_, others) in SAMPLERS.items() for name i
 def loader(sampler: Any, **options: Any) -> DataLoader[Any]:
     """A loader that reads by this sampler."""
     made = sampler(**options)
+    dataset: Any = range(50)
     if sampler is PackingSampler:
-        return DataLoader(
-            SequenceRows([[0] * length for length in LONG]), sampler=made, batch_size=2, seed=3, collate_fn=list
-        )
+        dataset = [[0] * length for length in LONG]
+        return DataLoader(SequenceRows(dataset), sampler=made, batch_size=2, seed=3, collate_fn=list)
     by_batch = sampler is not MixtureSampler
-    return DataLoader(range(50), seed=3, **{"batch_sampler" if by_batch else "sampler": made})
+    return DataLoader(dataset, seed=3, **{"batch_sampler" if by_batch else "sampler": made})
 
 
 def test_all_arguments_are_tried() -> None:
