@@ -18,6 +18,7 @@ from contextlib import suppress
 from asyncloader.transports.cache_layout import CacheFooter
 from asyncloader.transports.file_lock import same_file
 
+
 class EntryLost(Exception):
     """A file of the cache was opened, but cannot be read. It has been deleted; the store still has the object."""
 

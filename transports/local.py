@@ -364,7 +364,7 @@ class PinnedFile(PinnedReader):
         return not _differs(first, status)
 
     def may_be(self, etag: str | None) -> bool:
-        # Without the inode number, which may change: see `_differs`.
+        """Compare without the inode number, which may change: see `_differs`."""
         first = self._status
         return etag is None or first is None or etag.rpartition("-")[0] == _version(first)
 
