@@ -24,7 +24,7 @@ class NoRing(RingManager):
         del ring_bytes  # there is no ring that it could bound
         super().__init__(credits, None, reorder_window, workers, least_credits)
 
-    def replacement(self) -> Ring | None:
+    def replacement(self, most_bytes: int | None = None) -> Ring | None:
         """Return None."""
         return None
 

@@ -115,8 +115,11 @@ class RingManager:
     def _fixed_slot_bytes(self, ring_bytes: int) -> int:
         return max(PAGE, ring_bytes // self._slots // PAGE * PAGE)
 
-    def replacement(self) -> Ring | None:
+    def replacement(self, most_bytes: int | None = None) -> Ring | None:
         """Return a ring that must be sent to the worker before its next task, or None.
+
+        Args:
+            most_bytes: of a ring with more, slots are left out; it has two at least. None: no bound.
 
         Raises:
             RingMemoryError: there is no memory for it, or for filling it and the rings of the other workers.
@@ -143,7 +146,10 @@ class RingManager:
         # A task names its ring by this number, so that the worker does not write a batch of the old ring to the new
         # one.
         self._number += 1
-        self.ring = Ring(self._slots, self._slot_bytes, self._slots - HEADROOM, self._number)
+        slots = self._slots
+        if most_bytes is not None:
+            slots = min(slots, max(2, most_bytes // self._slot_bytes))
+        self.ring = Ring(slots, self._slot_bytes, min(self._slots - HEADROOM, slots - 1), self._number)
         self.nbytes = self.ring.nbytes
         self.large = self._slot_bytes >= LARGE_SLOT
         self._grown = False

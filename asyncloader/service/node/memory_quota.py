@@ -31,6 +31,14 @@ class MemoryQuota:
         self._unsent = 0
         self._waiting: dict[Callable[[], None], None] = {}
 
+    def room(self, held: int) -> int | None:
+        """Return how many bytes a ring may have that replaces one of `held` bytes, so that the rings of all connections
+        fit; None: any number.
+        """
+        if self._most is None:
+            return None
+        return min(self._most // max(1, self.connections), self._most - self._rings + held)
+
     def hold(self, nbytes: int) -> None:
         """Count a change of the rings' bytes.
 

@@ -77,7 +77,7 @@ class RelayedConnection:
         self._ended = ended
         self._kill = kill
         self._rings = RingManager(credits=credits, ring_bytes=None)
-        self._most_given = slot_count(credits)
+        self._slots = slot_count(credits)
         self._loop = asyncio.get_running_loop()
         self._unanswered: dict[tuple[int, int], int] = {}  # bytes of each task's index, 0 while the task waits
         self._given_bytes = 0  # their sum
@@ -173,7 +173,7 @@ class RelayedConnection:
     @property
     def _may_give(self) -> bool:
         """Whether the process may be given one more task."""
-        return self.in_work < self._most_given and self._given_bytes < _MOST_QUEUED and not self._quota.full
+        return self.in_work < self._slots and self._given_bytes < _MOST_QUEUED and not self._quota.full
 
     def _start(self, epoch: int, task: int, index: bytes) -> None:
         self._unanswered[epoch, task] = len(index)
@@ -220,8 +220,9 @@ class RelayedConnection:
 
     def _renew_ring(self) -> None:
         """Send the process a larger ring, if it needs one. Raises RingMemoryError."""
-        grown = self._rings.replacement()
+        grown = self._rings.replacement(self._quota.room(self._held))
         if grown is not None:
+            self._slots = grown.slots
             # Counted before it is sent: the process touches the pages only once it has the ring. The old ring
             # no longer counts, although some of its batches may be unsent: they go as the loader reads.
             self._hold(grown.nbytes)

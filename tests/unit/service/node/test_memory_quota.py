@@ -43,6 +43,16 @@ def test_what_is_unsent_makes_it_full() -> None:
     MemoryQuota("two", None).check(1 << 60)
 
 
+def test_rings_share_the_room() -> None:
+    """A ring may have an equal share, of what is left, its predecessor's memory included."""
+    quota = MemoryQuota("one", 100)
+    quota.connections = 2
+    assert quota.room(0) == 50
+    quota.hold(90)
+    assert (quota.room(0), quota.room(30), quota.room(60)) == (10, 40, 50)
+    assert MemoryQuota("two", None).room(0) is None
+
+
 def test_all_that_wait_are_called() -> None:
     """Waiting functions are called in order; a function that waits again within its call is called the next time."""
     called: list[str] = []

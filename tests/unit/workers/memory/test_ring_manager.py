@@ -77,6 +77,21 @@ def test_ring_grows_to_the_batch_that_did_not_fit(manager: RingManager) -> None:
     assert manager.replacement() is None
 
 
+@pytest.mark.parametrize(("room", "slots"), [(0, 2), (2, 2), (3, 3), (5, 5), (100, slot_count(2))])
+def test_a_bound_leaves_out_slots(manager: RingManager, room: int, slots: int) -> None:
+    """A ring has as many slots as the bound allows, but two, and not less room for a batch; each can be used."""
+    sent(manager)
+    manager.assign(0, 0)
+    manager.answered(0, 0, wire.ONEOFF, 1 << 20)
+    size = grown_slot_bytes(1 << 20)
+    ring = manager.replacement(room * size)
+    assert ring is not None
+    assert (ring.slots, ring.slot_bytes) == (slots, size)
+    got = [manager.assign(1, task)[1] for task in range(slots + 1)]
+    assert sorted(got) == [wire.NO_SLOT, *range(slots)]
+    assert manager.replacement(size) is None  # a ring that was sent stays
+
+
 def test_a_small_oneoff_does_not_grow_the_ring(manager: RingManager) -> None:
     """A batch that was one-off only because no slot was free does not ask for a larger ring."""
     sent(manager)
