@@ -23,7 +23,7 @@ from asyncloader.formats.arrow_values import converter, plain_type, pyarrow
 from asyncloader.formats.base import Sample, ShardError, base_name
 from asyncloader.formats.parquet import Footer, RecordBatchRows, read_batches
 from asyncloader.formats.parquet_file import Fetch
-from asyncloader.formats.rows import RowTable
+from asyncloader.formats.rows import Column, value_at
 
 Read: TypeAlias = Callable[[int, int], bytes]
 """Reads bytes of a file: from a position on, so many."""
@@ -33,6 +33,8 @@ _MESSAGE_BYTES = 1 << 13
 
 _COLUMN_BYTES = 256
 """More of them for each column, of which each message has a description of some 60 bytes."""
+
+_FEW = 8  # rows for which to make an array of a column takes longer than to make its numbers
 
 _END = struct.Struct("<qqq")  # offsets of the schema and of the table; offset of the row group in the Parquet file
 
@@ -115,7 +117,10 @@ class RowsFile:
         firsts, offsets = np.frombuffer(data[table - schema :], "<i8").reshape(2, -1)
         # Arrays of 8 bytes an item, whose items are Python's: of a row group of 128 MiB 256 KiB.
         self._firsts, self._offsets = (array("q", each.astype("q").tobytes()) for each in (firsts + first, offsets))
-        self._columns = [(field.name, converter(field.type)) for field in self._schema]
+        self._columns, self._columns_of_few = (
+            [(field.name, converter(field.type, few=few)) for field in self._schema] for few in (False, True)
+        )
+        self._template: Sample = dict.fromkeys([*self._schema.names, "__key__", "__url__"])
         self._batch_of = ipc.read_record_batch
         self._buffer = arrow.py_buffer
         self._name = base_name(url)
@@ -154,11 +159,20 @@ class RowsFile:
         if len(data) <= self._max:  # no row can be too large
             with suppress(Exception):
                 # From the first to the last: to convert some that are not asked for takes less time than to pick rows.
-                part = batch.slice(rows[0] - start, rows[-1] + 1 - rows[0])
-                columns = {name: convert(part.column(at)) for at, (name, convert) in enumerate(self._columns)}
-                table = RowTable(columns, shard=self._name, url=self._url, first=rows[0])
-                return [table.sample(row - rows[0]) for row in rows]
+                first, count = rows[0], rows[-1] + 1 - rows[0]
+                part = batch if count == batch.num_rows else batch.slice(first - start, count)
+                converters = self._columns if count > _FEW else self._columns_of_few
+                columns = [(name, convert(part.column(at))) for at, (name, convert) in enumerate(converters)]
+                return [self._sample(columns, row, row - first) for row in rows]
         # A row is too large, or cannot be converted: it is found one by one, and raises its error.
         return [
             located.sample for row in rows for each in self._single.read(batch, start, row, row + 1) for located in each
         ]
+
+    def _sample(self, columns: list[tuple[str, Column]], number: int, row: int) -> Sample:
+        sample = self._template.copy()
+        for name, column in columns:
+            sample[name] = value_at(column, row)
+        sample["__key__"] = f"{self._name}:{number}"
+        sample["__url__"] = self._url
+        return sample

@@ -37,13 +37,17 @@ def values(column: Any) -> Column:
     return converter(column.type)(column)
 
 
-def converter(kind: Any) -> Convert:
+def converter(kind: Any, *, few: bool = False) -> Convert:
     """Return what turns a column of this type into values, one per row: an array of its numbers; for fixed-size lists
     of numbers, an array with a row of shape ``(size,)`` for each; for fixed-shape tensors, with a row of their shape.
     Of other types, and with a null, which is None: a list of Python objects.
 
     It raises an error where a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the
     year 9999.
+
+    Args:
+        kind: the type.
+        few: of a few rows. A list of numbers takes less time then than an array, whose items become the same numbers.
     """
     arrow, _ = pyarrow()
     if isinstance(kind, arrow.FixedShapeTensorType):
@@ -52,7 +56,7 @@ def converter(kind: Any) -> Convert:
         stored = converter(kind.storage_type)
         return lambda column: stored(column.storage)
     if _is_plain_number(arrow, kind):
-        return _numbers
+        return _objects if few else _numbers
     if arrow.types.is_fixed_size_list(kind) and _is_number(arrow, kind.value_type):
         return _lists
     return _objects

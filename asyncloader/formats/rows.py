@@ -94,6 +94,13 @@ class RowTable:
         return self._template
 
 
+def value_at(column: Column, row: int) -> Any:
+    """Return the value that a row's sample has of a column."""
+    if not isinstance(column, np.ndarray):
+        return column[row]
+    return column[row].item() if column.ndim == 1 else column[row].copy()
+
+
 def _as_list(column: Column) -> list[Any]:
     if not isinstance(column, np.ndarray):
         return column

@@ -26,6 +26,7 @@ class NoRing(RingManager):
 
     def replacement(self, most_bytes: int | None = None) -> Ring | None:
         """Return None."""
+        del most_bytes
         return None
 
     def assign(self, epoch: int, seq: int) -> tuple[int, int]:

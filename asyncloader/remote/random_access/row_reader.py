@@ -107,8 +107,12 @@ class RowReader:
 
     def _name(self, wanted: RowGroupSamples) -> FileName:
         opened = wanted.group.opened
+        name = opened.row_names.get(wanted.first)
+        if name is not None:
+            return name
         rows = f"rows {wanted.first} to {wanted.stop}, few in a message {self._wanted}"
-        return FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
+        name = opened.row_names[wanted.first] = FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
+        return name
 
     def _parse(self, wanted: RowGroupSamples, chunk: Chunk) -> list[Sample]:
         parsed: RowsFile | None = None if chunk.file is None else chunk.file.parsed
