@@ -26,7 +26,7 @@ from asyncloader.formats.parquet_file import Fetch
 from asyncloader.formats.rows import Column, value_at
 
 Read: TypeAlias = Callable[[int, int], bytes]
-"""Reads bytes of a file: from a position on, so many."""
+"""Reads bytes of a file. Its arguments are a position and a length."""
 
 _MESSAGE_BYTES = 1 << 13
 """A message has about as many bytes of rows: all of them are read for one row. One row may have more."""

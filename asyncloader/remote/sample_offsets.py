@@ -33,7 +33,7 @@ Offsets = npt.NDArray[np.int64]
 
 
 class _ShardOffsets:
-    """What is known of one shard."""
+    """The facts that are known of a shard."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()  # while it is being found out

@@ -3,7 +3,7 @@
 Data path: shard_writing -> [shard_index] -> ``_train-index.tar.json``.
 
 For ``train-{shard:06d}.tar`` it is ``_train-index.tar.json``, in the same folder. No reader takes it for a shard: its
-extension is none of a shard, and with `format=` names that begin with ``_`` are left out. A JSON object:
+extension is not that of a shard, and with `format=` names that begin with ``_`` are left out. A JSON object:
 
     asyncloader      "shards"
     version          1
@@ -105,7 +105,7 @@ class ShardNames(NamedTuple):
         )
 
     def number(self, name: str) -> int | None:
-        """Return the number of the shard with this name; None if it is none."""
+        """Return the number of the shard with this name; None: it is no shard's name."""
         digits = name[len(self.before) : len(name) - len(self.after)]
         if not (digits.isascii() and digits.isdigit() and len(digits) < 19):
             return None
@@ -128,7 +128,7 @@ def parse_index(data: bytes, names: ShardNames) -> ShardIndex:
     """Parse and check an index file.
 
     Raises:
-        ValueError: it is none, or of another version.
+        ValueError: it is no index file, or of another version.
     """
     try:
         value: Any = json.loads(data)

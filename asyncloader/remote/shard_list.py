@@ -40,7 +40,7 @@ def read_list(plain: Any) -> Sequence[Shard]:
     """Return the shards of `plain_list`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no list of shards.
     """
     if type(plain) is not dict or not plain.keys() >= {"urls", "formats", "format_of", "sizes", "mds"}:
         raise ValueError("it is no list of shards")

@@ -154,7 +154,7 @@ class Indexer:
 
         index = await self._files.use(FileName(what, info.etag, small=True), make, use, self._pool, self.slots)
         if index is None or (index.size, index.etag, index.format) != (*info, format_name(shard.format)):
-            # Whatever is kept there, it is none of ours.
+            # The file that is kept there is of another shard.
             async with self.slots:
                 return await self.make(shard, info)
         return index

@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
     """The bytes of a decoded chunk.
 
     Attributes:
-        read: returns a part of them: from a position on, so many bytes.
+        read: returns a part of them. Its arguments are a position and a length.
         size: the number of bytes.
         file: of which they are; None: they are not kept.
     """
@@ -68,8 +68,8 @@ class KeptChunks:
         self._slots = slots
 
     def use_at_once(self, name: FileName, use: Callable[[Chunk], _R]) -> _R | None:
-        """Return the result of `use`, which is not None, if the chunk is open and memory has what it reads; otherwise
-        None. Never waits.
+        """Return the result of `use`, which is not None, if the chunk is open and memory has the bytes that it reads;
+        otherwise None. Never waits.
         """
         file = self._kept.find(name)
         if not isinstance(file, ChunkFile):

@@ -38,7 +38,7 @@ class OpenShard:
         self.edges: npt.NDArray[np.int64] | None = None
         self.whole = True
         self.row_names: dict[int, FileName] = {}  # of decoded row groups, by their first rows
-        # What has bytes of samples without a request, as they are in the shard.
+        # These have bytes of samples without a request, as they are in the shard.
         self.cached: CachedObject | None = None
         self.memory: MemoryFile | None = None
         if shard.format != PARQUET and compression_of(shard) is None:

@@ -61,7 +61,7 @@ _TURN = 1 << 19
 """Bytes that are read in the loop's thread before other tasks of the loop have a turn."""
 
 _LEAST = 1 << 13
-"""What a sample counts, if it has fewer bytes."""
+"""Least bytes that a sample counts."""
 
 _LENGTH = itemgetter(1)  # of a sample's start and length
 
@@ -186,7 +186,7 @@ class ShardsReader:
     async def _read_memory(
         self, group: SampleGroup, spans: list[tuple[int, int]], memory: MemoryFile, samples: list[Any]
     ) -> list[SampleGroup]:
-        """Read the samples of a group, with these spans, of which memory has the bytes. Return what is left.
+        """Read the samples of a group, with these spans, of which memory has the bytes. Return the others.
 
         Raises:
             ShardError: a sample cannot be read.
@@ -207,7 +207,7 @@ class ShardsReader:
 
     async def _read_kept_rows(self, group: SampleGroup, samples: list[Any]) -> list[SampleGroup]:
         """Read the samples of a Parquet shard that are in row groups which are open, as far as memory has them. Return
-        what is left.
+        the others.
 
         Raises:
             ShardError: a sample cannot be read.
@@ -225,7 +225,7 @@ class ShardsReader:
         return left
 
     async def _give_turn(self, nbytes: int) -> None:
-        """Let other tasks of the loop run, after so many bytes were read in its thread."""
+        """Let other tasks of the loop run from time to time. `nbytes` were read in its thread."""
         self._since += nbytes
         if self._since > _TURN:
             self._since = 0
