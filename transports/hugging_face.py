@@ -140,7 +140,9 @@ class HubClient(HttpClient):
                     f"{self.dataset.url} cannot be read: the Hub has no such dataset or revision, or gives it to "
                     f"others only ({_token_advice()}). {error}"
                 ) from error
-            self.dataset = self.dataset._replace(revision=commit_of(answer, self.where(target)))
+            # In a thread: the answer names all files, too.
+            commit = await in_thread(partial(commit_of, answer, self.where(target)))
+            self.dataset = self.dataset._replace(revision=commit)
 
 
 class HubDownload(HttpDownload):
@@ -243,9 +245,9 @@ class HuggingFaceTransport(HttpTransport):
             try:
                 files = await in_thread(partial(files_of, await page.rest(), where))
             except ObjectNotFound:
-                if not folder or page.no_dataset:
+                if not folder or page.no_dataset or len(seen) > 1:
                     raise
-                break  # the commit exists, and the folder does not
+                break  # the commit exists, and the folder does not: of a folder that exists all pages do
             self._sizes.update(files)
             found.update(path for path, _ in files if path.startswith(prefix))
             target = next_target(page.link, self._hub.address, where)

@@ -19,6 +19,7 @@ from asyncloader import RemoteIterableDataset, RemoteMapDataset
 from asyncloader.transports import (
     AccessDenied,
     HuggingFaceTransport,
+    ObjectNotFound,
     ReadFailed,
     Transport,
     open_transport,
@@ -245,6 +246,22 @@ async def test_listings_without_end(hub: Hub, monkeypatch: pytest.MonkeyPatch) -
     async with open_transport(ROOT, retry=QUICK) as transport:
         with pytest.raises(ReadFailed, match="does not end"):
             await listed(transport)
+
+
+async def test_a_page_that_is_missing(hub: Hub) -> None:
+    """A folder is listed as a whole, or not at all: only its first page says that it does not exist."""
+    for number in range(5):
+        hub.put(f"train/part-{number}.jsonl", b"{}")
+    target = f"/api/datasets/acme/digits/tree/{hub.main}/train"
+
+    async def page(request: web.Request) -> web.StreamResponse | None:
+        hub.breaks[target].append(page)
+        return web.Response(status=404) if "cursor" in request.query else None
+
+    hub.breaks[target].append(page)
+    async with open_transport(ROOT, retry=QUICK) as transport:
+        with pytest.raises(ObjectNotFound, match="cursor=3' does not exist"):
+            await listed(transport, "train/")
 
 
 @pytest.mark.parametrize("path", ["\ud800.jsonl", "a//b", "a\0", "./a"])
