@@ -120,7 +120,9 @@ class TokenFile(Dataset[Tokens]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
         """Return the windows of these indices: the rows of one array. See `__getitem__`."""
-        starts = positions(indices, self._length) * (self.stride * self.dtype.itemsize) + self.offset
+        # A stride beyond the file, which might not fit, is of its only window.
+        step = min(self.stride, self.num_tokens) * self.dtype.itemsize
+        starts = positions(indices, self._length) * step + self.offset
         windows: Tokens = np.empty((len(starts), self.context), self.dtype)
         for row, start in zip(windows, starts.tolist(), strict=True):
             self._file.read_into(row, start)

@@ -19,7 +19,7 @@ from asyncloader.errors import ShardError
 @given(
     tokens=st.integers(1, 60),
     context=st.integers(1, 12),
-    stride=st.none() | st.integers(1, 15),
+    stride=st.none() | st.integers(1, 15) | st.just(2**70),
     offset=st.integers(0, 3),
     dtype=st.sampled_from(["u1", "<u2", ">u2", "<i4", ">i8"]),
     data=st.data(),
