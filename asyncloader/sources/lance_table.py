@@ -35,17 +35,31 @@ _inherited = False
 
 
 class _LanceVersion(NamedTuple):
-    """A version of a dataset: its number, and its rows."""
+    """A version of a dataset.
+
+    Attributes:
+        version: its number.
+        rows: their number.
+        written: when it was.
+        blobs: the columns of blobs, of those that are read.
+    """
 
     version: int
     rows: int
+    written: str
+    blobs: tuple[str, ...]
 
 
 class _OpenVersion(Protocol):
     """A version that Lance has opened."""
 
     def take(self, indices: list[int], columns: list[str] | None) -> Any:
-        """Return the rows as a table of Arrow."""
+        """Return the rows as a table of Arrow, with a description in the place of each blob."""
+
+    def read_blobs(
+        self, blob_column: str, *, indices: list[int], preserve_order: bool
+    ) -> list[tuple[int, bytes | None]]:
+        """Return the addresses and blobs of the rows."""
 
 
 class LanceTable(Dataset[dict[str, Any]]):
@@ -55,8 +69,8 @@ class LanceTable(Dataset[dict[str, Any]]):
         row = data[0]    # {"image": ..., "label": ...}
 
     It needs ``pip install 'asyncloader[lance]'``. A row is a dictionary with the values that a row of Parquet has:
-    fixed-size lists of numbers are arrays of numpy, all other types are Python's. All rows of a batch are read by one
-    call of Lance.
+    fixed-size lists of numbers are arrays of numpy, all other types are Python's; blobs are bytes. All rows of a batch
+    are read by one call of Lance, and one for each column of blobs.
 
     The newest version is looked up once, when the length or a row is first asked for, and the copies in the workers
     read that version, whatever is written meanwhile. So do several ranks, and a resumed run, if you name the `version`.
@@ -128,24 +142,33 @@ class LanceTable(Dataset[dict[str, Any]]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Return the rows of these indices, which may repeat, by one call of Lance. See `__getitem__`."""
-        version, rows = self._described()
-        numbers = positions(indices, rows)
+        found = self._described()
+        numbers = positions(indices, found.rows)
         if not len(numbers):
             return []
         # Once each, ascending: what Lance reads best.
-        asked, places = np.unique(numbers, return_inverse=True)
+        unique, places = np.unique(numbers, return_inverse=True)
+        asked = unique.tolist()
         try:
-            with self._opened((self.uri, version)) as dataset:
-                table = dataset.take(asked.tolist(), columns=self.columns)
+            with self._opened((self.uri, found.version, found.written)) as dataset:
+                table = dataset.take(asked, columns=self.columns)
+                blobs = {
+                    name: [blob for _, blob in dataset.read_blobs(name, indices=asked, preserve_order=True)]
+                    for name in found.blobs
+                }
         except ReadFailed:
             raise
         except Exception as error:
             raise ReadFailed(f"rows of {self.uri} cannot be read: {type(error).__name__}: {error}") from error
-        columns = [values(column.combine_chunks()) for column in table.columns]
+        names = table.column_names
+        columns = [
+            blobs[name] if name in blobs else values(column.combine_chunks())
+            for name, column in zip(names, table.columns, strict=True)
+        ]
         lists = [each.tolist() if isinstance(each, np.ndarray) and each.ndim == 1 else each for each in columns]
         # A copy: rows that are kept hold no others, and rows that are asked for twice are apart.
         return [
-            {name: _copied(column[place]) for name, column in zip(table.column_names, lists, strict=True)}
+            {name: _copied(column[place]) for name, column in zip(names, lists, strict=True)}
             for place in places.tolist()
         ]
 
@@ -159,7 +182,11 @@ class LanceTable(Dataset[dict[str, Any]]):
                 raise ReadFailed(f"{self.uri} cannot be read by lance: {found['error']}")
             if missing := sorted({*(self.columns or [])} - {*found["names"]}):
                 raise ReadFailed(f"{self.uri} has no column {missing[0]!r}; it has {', '.join(found['names'])}")
-            self._description = _LanceVersion(found["version"], found["rows"])
+            read = found["names"] if self.columns is None else self.columns
+            if inside := [name for name in read if name in found["hold_blobs"]]:
+                raise ReadFailed(f"{self.uri} has blobs inside {inside[0]!r}, which cannot be read: name other columns=")
+            blobs = tuple(name for name in found["blobs"] if name in read)
+            self._description = _LanceVersion(found["version"], found["rows"], found["written"], blobs)
         return self._description
 
     def __repr__(self) -> str:
@@ -192,10 +219,16 @@ def _lance() -> Any:
     return importlib.import_module("lance")
 
 
-def _open(storage_options: dict[str, str] | None, key: tuple[str, int]) -> _OpenVersion:
-    uri, version = key
-    found: _OpenVersion = _lance().dataset(uri, version=version, storage_options=storage_options)
-    return found
+def _open(storage_options: dict[str, str] | None, key: tuple[str, int, str]) -> _OpenVersion:
+    uri, version, written = key
+    found: Any = _lance().dataset(uri, version=version, storage_options=storage_options)
+    if (now := lance_version.written(found)) != written:
+        raise ReadFailed(
+            f"{uri} has been made anew: its version {version} was written at {written} when its rows were counted, and "
+            f"is of {now}. Make the LanceTable anew"
+        )
+    opened: _OpenVersion = found
+    return opened
 
 
 def _describe_apart(asked: dict[str, Any]) -> dict[str, Any]:

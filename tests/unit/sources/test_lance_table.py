@@ -5,6 +5,7 @@ This process never uses Lance, because processes that are forked from it later c
 
 from __future__ import annotations
 
+import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -66,6 +67,52 @@ def test_what_does_not_exist(path: str, options: dict[str, Any], said: str) -> N
     table = LanceTable(**arguments)
     with pytest.raises(ReadFailed, match=said):
         len(table)
+
+
+def test_made_anew(path: str, tmp_path: Path) -> None:
+    """A version of the same number and length, of a dataset that was deleted and written again, is not read."""
+    table = LanceTable(path)
+    assert len(table) == 10
+    shutil.rmtree(path)
+    append(tmp_path, 50, 60)
+    with (
+        DataLoader[Any](table, num_workers=1, multiprocessing_context="fork") as loader,
+        pytest.raises(ReadFailed, match="rows has been made anew: its version 1 was written at .* Make the LanceTable"),
+    ):
+        list(loader)
+
+
+def test_blobs(path: str, tmp_path: Path) -> None:
+    """Columns of blobs are bytes, as Parquet's would be, in each of Lance's two ways to write them; deeper they are
+    refused, where they are asked for.
+    """
+    ended = run_script(
+        tmp_path,
+        f"""
+        import lance, pyarrow as pa
+        from asyncloader import LanceTable
+        from asyncloader.transports import ReadFailed
+
+        blob = pa.field("blob", pa.large_binary(), metadata={{"lance-encoding:blob": "true"}})
+        schema = pa.schema([pa.field("n", pa.int64()), blob, pa.field("deep", pa.struct([blob]))])
+        values = [bytes([n]) * n for n in range(8)] + [None]
+        rows = [{{"n": n, "blob": value, "deep": {{"blob": value}}}} for n, value in enumerate(values)]
+        for version in ("2.1", "2.2"):
+            path = {path!r} + version
+            data = pa.Table.from_pylist(rows, schema)
+            lance.write_dataset(data, path, data_storage_version=version).delete("n = 3")
+            table = LanceTable(path, columns=["blob", "n"])
+            expected = [{{"blob": row["blob"], "n": row["n"]}} for row in rows if row["n"] != 3]
+            assert table.__getitems__([-1, 3, 0, 3]) == [expected[place] for place in (-1, 3, 0, 3)]
+            try:
+                LanceTable(path)[0]
+            except ReadFailed as error:
+                assert "has blobs inside 'deep'" in str(error), error
+            else:
+                raise AssertionError("read")
+        """,
+    )
+    assert not ended.returncode, ended.stderr
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
