@@ -30,7 +30,8 @@ class ChunkTable(NamedTuple):
 
     Attributes:
         names: of the files, in order.
-        least_bytes: of each file, at least: some versions leave out the table at its beginning. int64.
+        least_bytes: of each file, at least, so that it may have its samples: some versions leave out the table at its
+            beginning. int64.
         starts: the number of each chunk's first sample and, last, of all samples: int64.
         block_size: tokens of a sample; None: a sample is an item.
     """
@@ -76,6 +77,9 @@ def parse_index(data: bytes, block_size: int | None, url: str) -> ChunkTable:
             if tokens is not None
             else f"block_size={block_size} is for a folder of tokens, and {url} is of {loader}"
         )
+    if not config.get("compression"):
+        # Before anything is allocated for the number of samples: the table has a number of 4 bytes for each item.
+        least = list(map(max, least, [4 * count for count in counts] if tokens is None else tokens))
     if tokens is not None:
         counts = [count // cast("int", block_size) for count in tokens]
     starts = np.zeros(len(counts) + 1, np.int64)

@@ -35,6 +35,14 @@ def test_items() -> None:
         assert table.least_bytes.tolist() == [9, 9, 70]
 
 
+def test_more_samples_than_bytes() -> None:
+    """A chunk that is not compressed has bytes for each of the samples that the index says, of items and of tokens."""
+    many = 1 << 39
+    assert parse_index(index({"chunk_size": many}), None, "there").least_bytes.tolist() == [4 * many]
+    table = parse_index(index({"dim": many}, item_loader="TokensLoader"), 8, "there")
+    assert table.least_bytes.tolist() == [many]
+
+
 def test_tokens() -> None:
     """A sample is a block of tokens of one chunk."""
     table = parse_index(index({"dim": 21}, {"dim": 7}, {"dim": 16}, item_loader="TokensLoader"), 8, "there")
