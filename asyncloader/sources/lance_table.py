@@ -158,7 +158,9 @@ class LanceTable(Dataset[dict[str, Any]]):
                 }
         except ReadFailed:
             raise
-        except Exception as error:
+        except BaseException as error:
+            if not lance_version.is_failure(error):
+                raise
             raise ReadFailed(f"rows of {self.uri} cannot be read: {type(error).__name__}: {error}") from error
         names = table.column_names
         columns = [
@@ -184,7 +186,7 @@ class LanceTable(Dataset[dict[str, Any]]):
                 raise ReadFailed(f"{self.uri} has no column {missing[0]!r}; it has {', '.join(found['names'])}")
             read = found["names"] if self.columns is None else self.columns
             if inside := [name for name in read if name in found["hold_blobs"]]:
-                raise ReadFailed(f"{self.uri} has blobs inside {inside[0]!r}, which cannot be read: name other columns=")
+                raise ReadFailed(f"{self.uri} has blobs inside {inside[0]!r}, which cannot be read: name other columns")
             blobs = tuple(name for name in found["blobs"] if name in read)
             self._description = _LanceVersion(found["version"], found["rows"], found["written"], blobs)
         return self._description

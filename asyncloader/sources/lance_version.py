@@ -33,8 +33,17 @@ def describe(lance: Any, asked: dict[str, Any]) -> dict[str, Any]:
             "blobs": [field.name for field in found.schema if _is_blob(field)],
             "hold_blobs": [field.name for field in found.schema if not _is_blob(field) and _holds_blobs(field)],
         }
-    except Exception as error:
+    except BaseException as error:
+        if not is_failure(error):
+            raise
         return {"error": f"{type(error).__name__}: {error}"}
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether an error is one of Lance's. Damaged files may cause a panic of Rust, which is no `Exception`: the
+    worker would end by it.
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def written(dataset: Any) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, LanceTable
+from asyncloader.sources.lance_table import _LanceVersion
 from asyncloader.transports import ReadFailed
 from tests.helpers.running import run_script
 
@@ -77,7 +79,7 @@ def test_made_anew(path: str, tmp_path: Path) -> None:
     append(tmp_path, 50, 60)
     with (
         DataLoader[Any](table, num_workers=1, multiprocessing_context="fork") as loader,
-        pytest.raises(ReadFailed, match="rows has been made anew: its version 1 was written at .* Make the LanceTable"),
+        pytest.raises(ReadFailed, match=r"rows has been made anew: its version 1 was written at .* Make the Lance"),
     ):
         list(loader)
 
@@ -125,6 +127,35 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"pip install 'asyncloader\[lance\]'"):
         LanceTable("rows")
+
+
+@pytest.mark.parametrize("name", ["PanicException", "KeyboardInterrupt"])
+def test_panics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of Rust at a damaged file, which is no `Exception`, is a read that failed; what ends a program is not."""
+    panic = type(name, (BaseException,), {})
+
+    class Damaged:
+        def dataset(self, *_: Any, **__: Any) -> Any:
+            return self
+
+        def take(self, *_: Any, **__: Any) -> Any:
+            raise panic("range start must not be greater than end")
+
+        def count_rows(self) -> int:
+            raise panic("range start must not be greater than end")
+
+        version = 1
+
+    monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: object())
+    monkeypatch.setitem(sys.modules, "lance", Damaged())
+    unknown, known = LanceTable("rows"), LanceTable("rows")
+    known._description = _LanceVersion(1, 10, "now", ())
+    monkeypatch.setattr(known, "_opened", lambda _: nullcontext(Damaged()))
+    for table, said in ((unknown, "cannot be read by lance: PanicException: range"), (known, "cannot be read: Panic")):
+        with pytest.raises(
+            ReadFailed if name == "PanicException" else panic, match=said if "Panic" in name else "range"
+        ):
+            table[0]
 
 
 def test_forked_after_use(path: str, tmp_path: Path) -> None:
