@@ -123,9 +123,9 @@ class PackingSampler(Sampler[Row]):
             "max_tokens": self.max_tokens,
             "slices": self.slices,
             "lengths or domains": self._checksum,
-            "shuffle": self.shuffle,
+            "shuffle": bool(self.shuffle),
             "seed": self.seed if self.shuffle else None,
-            "drop_last": self.drop_last,
+            "drop_last": bool(self.drop_last),
             "window": self.window,  # last: its default follows from the others, and an error names the first
         }
 
@@ -213,13 +213,13 @@ def _checked(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:
     return given
 
 
-def _numbered(domains: npt.ArrayLike, number: int) -> npt.NDArray[np.integer]:
-    """Return the number of each sequence's domain."""
+def _numbered(domains: npt.ArrayLike, number: int) -> npt.NDArray[np.integer] | None:
+    """Return the number of each sequence's domain; None if all are of one."""
     labels = np.asarray(domains)
     if labels.shape != (number,):
         raise ValueError(f"domains should have one label a sequence, shape ({number},), but got shape {labels.shape}")
     names, numbers = np.unique(labels, return_inverse=True)
-    return numbers.astype(np.min_scalar_type(len(names)))
+    return numbers.astype(np.min_scalar_type(len(names))) if len(names) > 1 else None
 
 
 def _too_long(lengths: npt.NDArray[np.integer], first: int, number: int, max_tokens: int) -> str:

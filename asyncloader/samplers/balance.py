@@ -146,18 +146,18 @@ class Balance:
         if self._cost is None:
             if int(lengths.max()) >= 1 << 31:
                 raise ValueError(f"the square of length {lengths.max()} is too large; give balance= a cost function")
-            costs: Costs = lengths * lengths
+            given: npt.NDArray[np.integer] = lengths * lengths
         else:
             given = np.asarray(self._cost(lengths))
             if given.shape != lengths.shape:
                 raise ValueError(f"cost should return one cost a length, but got {given.shape} for {lengths.shape}")
             if not np.issubdtype(given.dtype, np.integer):
                 raise TypeError(f"cost should return integers, which are the same on every rank, but got {given.dtype}")
-            costs = given.astype(np.int64)
-        if int(costs.min()) < 0 or int(costs.max()) * len(costs) > _LARGEST:
+        if int(given.min()) < 0 or int(given.max()) * len(given) > _LARGEST:
             raise ValueError(
-                f"costs should be between 0 and {_LARGEST // len(costs)}, but they are {costs.min()} to {costs.max()}"
+                f"costs should be between 0 and {_LARGEST // len(given)}, but they are {given.min()} to {given.max()}"
             )
+        costs: Costs = given.astype(np.int64)  # after the check: large numbers without a sign would get one
         return costs
 
     def deal(self, indices: Sequence[Any], ranks: int) -> list[list[int]]:

@@ -57,9 +57,9 @@ class _LengthBatchSampler(Sampler[list[int]]):
         return {
             "lengths": self._checksum,
             **dataclasses.asdict(self._limits),
-            "shuffle": self.shuffle,
+            "shuffle": bool(self.shuffle),
             "seed": self.seed if self.shuffle else None,
-            "drop_last": self.drop_last,
+            "drop_last": bool(self.drop_last),
             "ranks": self.ranks,
             "window": self.window,  # last: its default follows from the others, and an error names the first
         }
@@ -253,7 +253,7 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
             window = _BATCHES_PER_WINDOW * max(1, min(mean_size, max_batch_size or mean_size))
         super().__init__(
             known,
-            Limits(max_batch_size=max_batch_size, max_tokens=max_tokens, pad_to=pad_to, padding=padding),
+            Limits(max_batch_size=max_batch_size, max_tokens=max_tokens, pad_to=pad_to, padding=bool(padding)),
             seed,
             shuffle=shuffle,
             drop_last=drop_last,

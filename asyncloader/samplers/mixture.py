@@ -80,8 +80,8 @@ class MixtureSampler(Sampler[int]):
         self.shuffle = shuffle
         self.epoch = 0
         self._weights = whole
-        self._num_samples = None if num_samples is None else index(num_samples)
-        self._order = MixtureOrder(self._sizes, [(0, whole)], on_exhausted, self._num_samples)
+        number = None if num_samples is None else index(num_samples)
+        self._order = MixtureOrder(self._sizes, [(0, whole)], on_exhausted, number)
 
     @property
     def order_arguments(self) -> dict[str, Any]:
@@ -90,8 +90,8 @@ class MixtureSampler(Sampler[int]):
             "lengths of datasets": checksum(self._sizes),
             "weights": ":".join(map(str, self._weights)),
             "on_exhausted": self.on_exhausted,
-            "num_samples": self._num_samples,
-            "shuffle": self.shuffle,
+            "num_samples": len(self) if self.on_exhausted == "repeat" else None,
+            "shuffle": bool(self.shuffle),
             "seed": self.seed if self.shuffle else None,
         }
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from asyncloader import (
     BucketBatchSampler,
@@ -135,6 +139,40 @@ def test_another_argument(sampler: Any, name: str) -> None:
         else:
             with pytest.raises(StateError, match=rf"with {TOLD.get((sampler, name), name)}=.*another order"):
                 other.load_state_dict(within)
+
+
+SAME: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (
+        sampler,
+        options,
+        {name: form(LENGTHS) if name == "lengths" else value for name, value in options.items()},
+    )
+    for sampler, (options, _) in SAMPLERS.items()
+    if "lengths" in options
+    for form in (partial(np.array, dtype=np.uint8), partial(np.array, dtype=">i4"), torch.tensor)
+] + [
+    (BucketBatchSampler, SAMPLERS[BucketBatchSampler][0], {"window": 400, "shuffle": np.True_, "drop_last": np.False_}),
+    (TokenBudgetBatchSampler, SAMPLERS[TokenBudgetBatchSampler][0], {"padding": np.True_, "pad_to": np.int64(1)}),
+    (PackingSampler, SAMPLERS[PackingSampler][0], {"domains": ["en"] * 50, "window": np.int64(1000), "shuffle": 1}),
+    (MixtureSampler, {"datasets": [range(30), range(20)], "weights": [1, 2], "seed": 1}, {"num_samples": 50}),
+    (MixtureSampler, SAMPLERS[MixtureSampler][0], {"weights": [0.5, 1.0], "shuffle": np.True_}),
+]
+"""Samplers, their arguments, and arguments from which the same order follows."""
+
+
+@pytest.mark.parametrize(("sampler", "options", "changed"), SAME)
+def test_other_words_for_the_same_order(sampler: Any, options: dict[str, Any], changed: dict[str, Any]) -> None:
+    """They are accepted within an epoch, both ways; and a state has plain values, whatever the arguments' types."""
+    for first, second in ((options, options | changed), (options | changed, options)):
+        with loader(sampler, **first) as before:
+            batches = iter(before)
+            next(batches)
+            state = json.loads(json.dumps(before.state_dict()))
+            assert state == before.state_dict()
+            rest = list(batches)
+        with loader(sampler, **second) as later:
+            later.load_state_dict(state)
+            assert str(list(later)) == str(rest)
 
 
 def test_states_of_before() -> None:

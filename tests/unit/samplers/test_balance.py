@@ -115,6 +115,12 @@ def test_the_cost_is_the_squared_length_or_as_given() -> None:
         (([1, 2], lambda lengths: lengths[:1]), [0, 1], ValueError, "one cost a length"),
         (([1, 2], lambda lengths: -lengths), [0, 1], ValueError, "costs should be between 0 and"),
         (([1, 2], lambda lengths: lengths << 61), [0, 1], ValueError, "costs should be between 0 and"),
+        (
+            ([1, 2], lambda lengths: lengths.astype(np.uint64) << 63),
+            [0],
+            ValueError,
+            "but they are 9223372036854775808 to",
+        ),
     ],
 )
 def test_wrong_costs_are_refused(arguments: Any, indices: Any, error: type[Exception], text: str) -> None:
