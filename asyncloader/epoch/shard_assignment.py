@@ -40,7 +40,7 @@ async def open_assignment(
     """
     config = progress.config
     if isinstance(config.source, PositionSource):
-        await config.source.plan()
+        await config.source.plan(progress)
     if not config.assigns_shards:
         return None, starts
     from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key

@@ -10,10 +10,12 @@ leaves in between gives up its group, and the others get an error, now or when t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +33,7 @@ MOST_SHARED = 1 << 29
 """Bytes that a rank can give to the others at once."""
 
 _MOST_TEXT = 2000  # characters of another rank's error
+_SHOWN = 300  # characters of a rank's value in an error
 
 
 class RankExchange:
@@ -84,6 +87,24 @@ class RankExchange:
             raise error
         raise RanksDisagree(f"rank {first} could not plan the epoch: {text.decode(errors='replace')}")
 
+    async def compare(self, values: Mapping[str, Any]) -> None:
+        """Check that plain values are the same on all ranks.
+
+        Raises:
+            RanksDisagree: they are not. All ranks raise it, and the text has the first that differs.
+        """
+        text = json.dumps(values).encode()
+        mine = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+        least, most = await self._call(partial(self._group.reduce, mine))
+        if least < 0:  # a number of batches that is not known: see `Agreement`
+            raise RanksDisagree(
+                "another rank reads a stream whose samples are not counted, and this one reads fixed streams: give all "
+                "ranks the same dataset, with streams=, and the same seed="
+            )
+        if least != most:
+            first = json.loads(await self.share(text))
+            await self.check(difference(first, values, self.rank))
+
     async def share(self, data: bytes, rank: int = 0) -> bytes:
         """Return the data of one rank; those of the others are not used."""
         mine = data if self.rank == rank else b""
@@ -109,3 +130,20 @@ class RankExchange:
                 f"or the network failed ({error})"
             ) from None
         return found
+
+
+def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> RanksDisagree | None:
+    """Return the error that names the first value that differs between rank 0 and this rank; None: none does."""
+    for name, value in json.loads(json.dumps(mine)).items():
+        if theirs.get(name) == value:
+            continue
+        here, there = value, theirs.get(name)
+        if isinstance(here, list) and isinstance(there, list):  # from the first element that differs on
+            at = next((at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
+            at = min(len(here), len(there)) if at is None else at
+            here, there = here[at : at + 3], there[at : at + 3]
+        return RanksDisagree(
+            f"rank {rank} has {name}={here!r:.{_SHOWN}} and rank 0 has {name}={there!r:.{_SHOWN}}: give all ranks "
+            "the same dataset and the same options"
+        )
+    return None

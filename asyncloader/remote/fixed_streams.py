@@ -93,29 +93,22 @@ class FixedStreams(Dataset[Any]):
 
     # ----------------------------------------------------------------------------- in the main process
 
-    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
-        """Count the samples, unless that was done.
-
-        Args:
-            batch: samples in a global batch.
-            ranks: the others, each of which calls this; None: this rank counts alone.
+    async def plan_streams(self, batch: int) -> None:
+        """Count the samples for global batches of this size, unless that was done.
 
         Raises:
             TransportError: a shard cannot be counted, and the error is not about its samples.
-            RanksDisagree: another rank would read other samples, or could not count.
             The errors of `find_shards`.
         """
-        if ranks is not None and not ranks.done:
-            async with ranks.planning():
-                if not ranks.done:
-                    await self.plan_together(batch, ranks)
-                    ranks.done = True
         if not self._planned or self._planned[0].batch != batch:
             self._plan(batch, await self.source.counted())
 
     async def plan_together(self, batch: int, ranks: RankExchange) -> None:
-        """Count the samples together with the other ranks. Arguments and errors as of `plan_streams`; the caller holds
-        `RankExchange.planning`.
+        """Count the samples together with the other ranks, each of which calls this within `RankExchange.planning`.
+
+        Raises:
+            RanksDisagree: another rank would read other samples, or could not count.
+            The errors of `plan_streams`.
         """
         about = {**self.described(), "shards": None, "seed": self.seed, "global batch": batch}
         self._plan(batch, await self.source.counted(ranks, about))

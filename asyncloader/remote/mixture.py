@@ -26,7 +26,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.bridge import in_thread
-from asyncloader.errors import RanksDisagree, StateError
+from asyncloader.errors import StateError
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.stream_order import LANES
 from asyncloader.samplers.interleave import whole_weights
@@ -42,7 +42,6 @@ from asyncloader.workers.fetch.threads import JobThreads
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
 
-_SHOWN = 300  # bytes of what another rank says
 _PASSES = 2  # over a stream that are open at the same time
 
 Weights = Sequence[float | Fraction]
@@ -115,7 +114,7 @@ class Mixture(Dataset[Any]):
         """Shares of samples, as whole numbers, with the epoch from which they hold."""
         self.num_samples = None if num_samples is None else operator.index(num_samples)
         self.on_exhausted: OnExhausted = on_exhausted
-        self.shuffle = shuffle
+        self.shuffle = bool(shuffle)
 
     def __repr__(self) -> str:
         return f"<Mixture of {len(self.sources)}, on_exhausted={self.on_exhausted!r}>"
@@ -216,33 +215,22 @@ class MixedSources(Dataset[Any]):
         """Return a sampler of the order."""
         return MixedPositions(self)
 
-    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+    async def plan_streams(self, batch: int) -> None:
         """Count the samples of the streams, unless that was done.
 
-        Args:
-            batch: samples in a global batch.
-            ranks: the others, each of which calls this; None: this rank counts alone.
-
         Raises:
-            ValueError: a stream has another number of samples than `lengths` has for it.
+            ValueError: a stream has another number of samples than of lengths.
             The errors of `FixedStreams.plan_streams`.
         """
-        if ranks is not None and any(self.streams) and not ranks.done:
-            async with ranks.planning():
-                if not ranks.done:
-                    await self._plan_together(batch, ranks)
-                    ranks.done = True
         for number, part in enumerate(self._parts):
             if self.streams[number]:
                 await part.plan_streams(self._part_of(batch, number))
         await self._measure()
 
-    async def _plan_together(self, batch: int, ranks: RankExchange) -> None:
+    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
+        """Count the samples together with the other ranks. As `FixedStreams.plan_together`."""
         # Ranks with other sources would wait for each other.
-        mine = f"sources that are streams: {self.streams}, of a global batch of {batch}".encode()
-        first = await ranks.share(mine)
-        other = f"rank {ranks.rank} has {mine.decode()}, and rank 0 {first[:_SHOWN].decode(errors='replace')}"
-        await ranks.check(None if first == mine else RanksDisagree(f"{other}: give all ranks the same mixture"))
+        await ranks.compare({"sources that are streams": self.streams})
         for number, part in enumerate(self._parts):
             if self.streams[number]:
                 await part.plan_together(self._part_of(batch, number), ranks)
@@ -252,6 +240,7 @@ class MixedSources(Dataset[Any]):
         except Exception as failed:
             error = failed
         await ranks.check(error)
+        await ranks.compare({"samples of the sources": self.sizes})
 
     def _part_of(self, batch: int, number: int) -> int:
         """Return about the samples of a global batch that are a stream's, which are then read from few streams."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from asyncloader.bridge import in_thread
 from asyncloader.errors import RanksDisagree
-from asyncloader.ranks.exchange import RankExchange
+from asyncloader.ranks.exchange import RankExchange, difference
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.index_counts import Promise, read_promises
 from asyncloader.remote.kept_counts import hash_of, read_counts, write_counts
@@ -36,7 +36,7 @@ from asyncloader.transports.base import gather_all
 
 _WITHOUT_INFO = (*RAISED_WHEN_READ, InvalidPath, SizeUnknown)  # the shard is read instead
 
-_SHOWN = 300  # characters of a rank's arguments in an error
+_SHOWN = 300  # characters of a rank's shard in an error
 
 
 class Counting(NamedTuple):
@@ -122,7 +122,8 @@ async def count_together(
     try:
         if ranks.rank:
             theirs = await in_thread(partial(json.loads, data))
-            _compare(theirs["about"], about, ranks.rank)
+            if (differing := difference(theirs["about"], about, ranks.rank)) is not None:
+                raise differing
             shards = _listing(read_list(theirs["shards"]), shards, ranks.rank)
             promises = {at: Promise(*each) for at, *each in theirs["promises"]}
         unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
@@ -222,21 +223,6 @@ def _pack(shards: Sequence[Shard], promises: Mapping[int, Promise], about: Mappi
     """Return what rank 0 sends to the others."""
     sent = {"about": about, "shards": plain_list(shards), "promises": [(at, *each) for at, each in promises.items()]}
     return json.dumps(sent).encode()
-
-
-def _compare(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> None:
-    """Raise RanksDisagree if a value differs between rank 0 and this rank."""
-    for name, value in json.loads(json.dumps(mine)).items():
-        if theirs.get(name) != value:
-            here, there = value, theirs.get(name)
-            if isinstance(here, list) and isinstance(there, list):  # the URLs: from the first that differs on
-                at = next((at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
-                at = min(len(here), len(there)) if at is None else at
-                here, there = here[at : at + 3], there[at : at + 3]
-            raise RanksDisagree(
-                f"rank {rank} has {name}={here!r:.{_SHOWN}} and rank 0 has {name}={there!r:.{_SHOWN}}: give all ranks "
-                "the same dataset and the same options"
-            )
 
 
 def _listing(theirs: Sequence[Shard], mine: Sequence[Shard], rank: int) -> list[Shard]:

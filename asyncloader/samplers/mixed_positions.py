@@ -27,11 +27,6 @@ class MixedDataset(PlannedDataset, Protocol):
     """The part of `remote.mixture.MixedSources` that its order needs."""
 
     @property
-    def seed(self) -> int:
-        """The loader's."""
-        ...
-
-    @property
     def weights(self) -> Sequence[tuple[int, Sequence[int]]]:
         """Whole weights of the sources, with the epoch from which they hold."""
         ...

@@ -16,7 +16,7 @@ from asyncloader.events import PositionedIndex
 from asyncloader.samplers.async_sampler import AsyncIndexSource, ReadingPosition
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import StateLog
-from asyncloader.samplers.positions import Positions, RestOfPositions
+from asyncloader.samplers.positions import COUNTED, Positions, RestOfPositions
 
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
@@ -45,14 +45,49 @@ class PositionSource(AsyncIndexSource):
         """Return None: the state is noted by `read`, once the shards are known."""
         return None
 
-    async def plan(self) -> None:
-        """Count the samples, unless that was done. Errors as `plan_streams`."""
-        await self.sampler.dataset.plan_streams(self.batch, self.ranks)
+    async def plan(self, position: ReadingPosition | None = None) -> None:
+        """Count the samples, unless that was done.
+
+        Args:
+            position: of the iterator that begins, where all ranks plan together; None: this rank plans alone.
+
+        Raises:
+            RanksDisagree: another rank would read other samples, or as many in other batches; or it could not count.
+            The errors of `PlannedDataset.plan_streams`.
+        """
+        dataset, ranks = self.sampler.dataset, self.ranks
+        if position is not None and ranks is not None and not ranks.done:
+            async with ranks.planning():
+                if not ranks.done:
+                    await ranks.compare(self._order(position))
+                    await dataset.plan_together(self.batch, ranks)
+                    ranks.done = True
+        await dataset.plan_streams(self.batch)
+
+    def _order(self, position: ReadingPosition) -> dict[str, Any]:
+        """Return the values, besides the samples, from which all ranks' batches follow.
+
+        Not the position: the ranks of a `PackedLoader` resume at windows, and even epochs, of their own.
+        """
+        dataset = self.sampler.dataset
+        saved = position.saved_sampler and position.saved_sampler["sampler"]
+        loaded = (
+            {name: saved[name] for name in ("feedback", "before") if name in saved} if isinstance(saved, dict) else {}
+        )
+        described = {"before": [], **self.sampler.state_dict(), **loaded}
+        return {
+            "kind of dataset": type(dataset).__name__,
+            "seed": dataset.seed,
+            "global batch": self.batch,
+            **{name: value for name, value in described.items() if name not in COUNTED},
+            "drop_last": self.share.drop_last,
+            "on_uneven": self.share.on_uneven,
+        }
 
     async def read(self, position: ReadingPosition) -> AsyncIterator[Any]:
         """Yield the indices from a position on. See `AsyncIndexSource.read`."""
         saved, ended = position.saved_sampler, position.drained
-        await self.plan()
+        await self.plan(position)
         order = self.sampler
         if saved is not None:
             order.load_state_dict(saved["sampler"])

@@ -28,8 +28,17 @@ class PlannedDataset(Protocol):
         """Number of steps in a row that are read from different places; step ``n + lanes`` goes on where n stopped."""
         ...
 
-    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
-        """Find out the number, for global batches of this size; together with other ranks, each of which calls this."""
+    @property
+    def seed(self) -> int:
+        """The loader's."""
+        ...
+
+    async def plan_streams(self, batch: int) -> None:
+        """Find out the number, for global batches of this size."""
+        ...
+
+    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
+        """Do so together with the other ranks, each of which calls this within `RankExchange.planning`."""
         ...
 
     def described(self) -> dict[str, Any]:
@@ -45,6 +54,9 @@ class PlannedDataset(Protocol):
         """Return the number of samples of an epoch that these orders of a state have not had."""
         ...
 
+
+COUNTED = "shards", "sources"
+"""Names of described values that are known once the samples are counted."""
 
 AS_A_SET = 'elastic="set" of the dataset resumes the samples that were not delivered, in another order'
 
@@ -103,7 +115,7 @@ class Positions:
             raise StateError(f"the state is broken: that of its streams is {type(state).__name__}")
         for name, value in here.items():
             saved = state.get(name)
-            if saved == value or (name in ("shards", "sources") and None in (saved, value)):
+            if saved == value or (name in COUNTED and None in (saved, value)):
                 continue  # not known yet
             part, before, now = _first_difference(name, saved, value)
             if part.endswith("shards"):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
-from asyncloader import AsyncDataLoader, Recovery
+from asyncloader import AsyncDataLoader, Mixture, Recovery
 from asyncloader.ranks.process_group import destroy_unused
 from asyncloader.transports import LocalTransport
 from tests.helpers import straggling
@@ -222,39 +222,49 @@ class Place(Listing, Declared):
         with Stepwise("sync", dataset_of(url, shuffle_buffer=buffer), **with_method(options)) as run:
             return [self._epoch(run, None, False) for _ in range(epochs)], run.loader.stats()["data/dropped_samples"]
 
-    def fixed(
+    def fixed(self, folder: str, *, other: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
+        """Read fixed streams, as `_fixed`. `other`: arguments of all ranks but the first, in place of theirs."""
+        return self._fixed(**{"folder": folder, **arguments, **((other or {}) if self.rank else {})})
+
+    def _fixed(
         self,
-        folder: list[str] | str,
+        folder: str,
         *,
         kind: str = "sync",
         state: dict[str, Any] | None = None,
         steps: int | None = None,
-        streams: int = 4,
-        buffer: list[int] | int = 0,
+        streams: int | None = 4,
+        buffer: int = 0,
         cache_dir: str | None = None,
+        elastic: Any = "order",
+        mixed: dict[str, Any] | None = None,
         **options: Any,
     ) -> dict[str, Any]:
         """Read an epoch of fixed streams, from a state on, or a number of its steps.
 
         Args:
-            folder: of the shards; or of each rank's.
+            folder: of the shards.
             kind: of loader, as for `Stepwise`.
             state: to begin from.
             steps: after which the loader stays as it is; None: the epoch is read to its end.
             streams: of the dataset.
-            buffer: shuffle buffer; or each rank's.
+            buffer: shuffle buffer.
             cache_dir: of the dataset.
+            elastic: of the dataset.
+            mixed: arguments of a `Mixture` of the streams and as many `rows` as they say; None: streams alone.
             options: the loader's.
 
         Returns:
             ``batches``; ``state`` after them; ``listed``, how often shards were listed in this process, and ``opened``,
             the shards that were opened in it; or an ``error``.
         """
-        mine = folder if isinstance(folder, str) else folder[self.rank]
-        size = buffer if isinstance(buffer, int) else buffer[self.rank]
-        store = Recording(mine)
+        store = Recording(folder)
         where: dict[str, Any] = {"transport": store} if cache_dir is None else {"cache_dir": cache_dir}
-        dataset = dataset_of("/" if cache_dir is None else f"{mine}/", streams=streams, shuffle_buffer=size, **where)
+        url = "/" if cache_dir is None else f"{folder}/"
+        dataset: Any = dataset_of(url, streams=streams, shuffle_buffer=buffer, elastic=elastic, **where)
+        if mixed is not None:
+            rows = range(mixed.pop("rows"))
+            dataset = Mixture([dataset, rows], **mixed)
         run = Stepwise(kind, dataset, **with_method({"batch_size": 6 // self.world, "seed": 3, **options}))
         try:
             if state is not None:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from asyncloader.bridge import in_thread
-from asyncloader.errors import RanksDisagree
 from asyncloader.service.definition import FUNCTIONS, Defined
 from asyncloader.service.extra import check_extra
 from asyncloader.service.pickled import PickledDefinition, pickle_definition
@@ -261,12 +260,11 @@ class _FixedStreams(RemoteDataset, Dataset[Any]):
             "shards": self._planned[0][0].fingerprint if self._planned else None,
         }
 
-    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+    async def plan_streams(self, batch: int) -> None:
         """Have a node count the samples. See `FixedStreams.plan_streams`.
 
         Raises:
             ServiceUnavailable: no node could be reached in time.
-            RanksDisagree: the node of another rank has other samples.
         """
         from asyncloader.service.client.connect import ask_plan
         from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
@@ -283,14 +281,19 @@ class _FixedStreams(RemoteDataset, Dataset[Any]):
             self._planned[:] = [(Catalog(1, 1, plan.fingerprint, batch), plan.samples)]
         catalog, samples = self._planned[0]
         self._planned[:] = [(catalog._replace(batch=batch), samples)]
-        if ranks is not None and not ranks.done:
-            async with ranks.planning():
-                mine = f"{samples} samples in shards {catalog.fingerprint}"
-                first = (await ranks.share(mine.encode())).decode(errors="replace")
-                await ranks.check(
-                    None if first == mine else RanksDisagree(f"rank {ranks.rank} reads {mine}, and rank 0 {first}")
-                )
-                ranks.done = True
+
+    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
+        """Have a node count the samples, and compare them with those of the other ranks' nodes. As
+        `FixedStreams.plan_together`.
+        """
+        error: Exception | None = None
+        try:
+            await self.plan_streams(batch)
+        except Exception as failed:
+            error = failed
+        await ranks.check(error)
+        catalog, samples = self._planned[0]
+        await ranks.compare({"samples": samples, "digest of the shards": catalog.fingerprint})
 
 
 # A loader decides by the type and the methods of its dataset, as torch's does, so each kind has a class.

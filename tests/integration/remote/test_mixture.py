@@ -415,6 +415,15 @@ def test_a_state_of_other_sources(folder: Path) -> None:
                 list(loader)
 
 
+def test_a_state_has_plain_values() -> None:
+    """Also where an argument is numpy's."""
+    options: dict[str, Any] = {"weights": np.array([1, 2]), "num_samples": np.int64(5), "shuffle": np.True_}
+    mixture = Mixture([Rows(0, 3), Rows(9, 2)], **options)
+    with DataLoader[Any](mixture, batch_size=2, seed=1) as loader:
+        next(iter(loader))
+        assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
+
+
 def test_weights_for_an_empty_source() -> None:
     """Are refused where they are given, and the run goes on."""
     with DataLoader[Any](Mixture([Rows(0, 3), Rows(9, 0)], [1, 0]), seed=1) as loader:

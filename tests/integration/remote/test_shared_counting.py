@@ -124,19 +124,71 @@ def test_ranks_that_are_killed_go_on_elsewhere(world: int, five: Path, whole: li
     assert whole != expected
 
 
-def test_ranks_that_would_read_other_samples(two: RankGroup, five: Path, tmp_path: Path) -> None:
-    """The error of each rank says what differs; the next loader is not affected."""
-    make_shards(tmp_path, (100,) * 4)
-    for options, there, here in (
-        ({"folder": str(five), "buffer": [5, 9]}, "shuffle_buffer=9", "shuffle_buffer=5"),
-        ({"folder": [str(five), str(tmp_path)], "cache_dir": str(tmp_path)}, str(tmp_path), str(five)),
-    ):
-        first, second = two("fixed", **options)
-        for rank, found in ((0, first), (1, second)):
-            assert "RanksDisagree" in found["error"], (rank, found)
-            assert there in found["error"]
-            assert here in found["error"]
+MIXED: dict[str, Any] = {"rows": 20, "weights": [1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("other", "here", "there"),
+    [
+        ({"buffer": 9}, "shuffle_buffer=5", "shuffle_buffer=9"),
+        ({"seed": 4}, "seed=3", "seed=4"),
+        ({"batch_size": 2}, "global batch=6", "global batch=4"),
+        ({"on_uneven": "repeat"}, "on_uneven='drop'", "on_uneven='repeat'"),
+        ({"drop_last": True}, "drop_last=False", "drop_last=True"),
+        ({"streams": None}, "", "another rank"),
+        *(
+            ({"mixed": MIXED | changed}, here, there)
+            for changed, here, there in (
+                ({"weights": [1, 2]}, "weights=[[0, [1, 1]]]", "weights=[[0, [1, 2]]]"),
+                ({"num_samples": 40}, "num_samples=None", "num_samples=40"),
+                ({"on_exhausted": "stop"}, "on_exhausted='repeat'", "on_exhausted='stop'"),
+                ({"shuffle": False}, "shuffle=True", "shuffle=False"),
+                ({"rows": 21}, "samples of the sources=[20]", "samples of the sources=[21]"),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_ranks_that_would_read_other_samples(
+    two: RankGroup, five: Path, other: dict[str, Any], here: str, there: str
+) -> None:
+    """They would read samples twice, or make other numbers of steps. The error of each rank says what differs; the next
+    loader is not affected.
+    """
+    mixed = {"mixed": MIXED} if "mixed" in other else {}
+    ranks = two("fixed", str(five), buffer=5, other=other, **mixed)
+    for rank, found in enumerate(ranks):
+        assert "RanksDisagree" in found["error"], (rank, found)
+        assert there in found["error"]
+        assert here in found["error"]
     assert len(flat(joined(two("fixed", str(five))))) == 500 - 500 % 2
+
+
+def test_ranks_with_other_shards(two: RankGroup, five: Path, tmp_path: Path) -> None:
+    """The error of each rank has the URLs that differ."""
+    make_shards(tmp_path, (100,) * 4)
+    for found in two("fixed", str(five), other={"folder": str(tmp_path)}, cache_dir=str(tmp_path)):
+        assert "RanksDisagree" in found["error"]
+        assert str(five) in found["error"]
+        assert str(tmp_path) in found["error"]
+
+
+def test_ranks_that_resume_elsewhere(two: RankGroup, five: Path, tmp_path: Path) -> None:
+    """Each rank may resume at a step of its own, as the ranks of a `PackedLoader` do, but not behind another order."""
+    options: dict[str, Any] = {"batch_size": GLOBAL, "seed": 3, "decode": number_of}
+    states: list[dict[str, Any]] = []
+    for streams, steps in ((4, 1), (4, 2), (2, 1), (2, 2)):
+        with DataLoader(dataset_of(f"{five}/", streams=streams), **options) as loader:
+            batches = iter(loader)
+            for _ in range(steps):
+                next(batches)
+            states.append(loader.state_dict())
+    where: dict[str, Any] = {"folder": str(five), "cache_dir": str(tmp_path)}
+    first, second = two("fixed", **where, state=states[0], other={"state": states[1]})
+    assert len(first["batches"]) == len(second["batches"]) + 1
+    for found in two("fixed", **where, state=states[2], other={"state": states[3]}, elastic="set"):
+        assert "RanksDisagree" in found["error"], found
+        assert "before=[[6, 2," in found["error"]
 
 
 def test_a_batch_of_one_rank(two: RankGroup, five: Path, whole: list[list[int]]) -> None:
@@ -146,7 +198,7 @@ def test_a_batch_of_one_rank(two: RankGroup, five: Path, whole: list[list[int]])
 
 def test_a_rank_that_cannot_plan(two: RankGroup, five: Path, tmp_path: Path) -> None:
     """It has its own error, and the other rank says which rank it is and why."""
-    first, second = two("fixed", [str(tmp_path), str(five)])
+    first, second = two("fixed", str(tmp_path), other={"folder": str(five)})
     assert first["error"].startswith("ValueError: there is no shard below")
     assert second["error"].startswith("RanksDisagree: rank 0 could not plan the epoch: ValueError: there is no shard")
 
