@@ -6,7 +6,6 @@ tests: each calls one of the functions below on all ranks, and gets each rank's 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import faulthandler
 import gc
@@ -16,7 +15,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,11 @@ from typing import Any
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
-from asyncloader import AsyncDataLoader, Mixture, Recovery
+from asyncloader import Recovery
 from asyncloader.ranks.process_group import destroy_unused
-from asyncloader.transports import LocalTransport
 from tests.helpers import straggling
 from tests.helpers.declared_ranks import Declared
+from tests.helpers.fixed_ranks import Fixed
 from tests.helpers.listing_ranks import Listing
 from tests.helpers.package_tables import read_table
 from tests.helpers.remote_folders import dataset_of, with_method
@@ -87,30 +86,7 @@ class Lengthless(Shard):
 SHARDS = {"unsized": Shard, "sized": SizedShard, "lengthless": Lengthless}
 
 
-class Recording(LocalTransport):
-    """Counts the listings of a folder, and notes the shards that are opened."""
-
-    def __init__(self, folder: str) -> None:
-        super().__init__(folder)
-        self.listed = 0
-        self.opened: list[str] = []
-        self.waits = False
-        self.reached = asyncio.Event()
-
-    async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        self.listed += 1
-        if self.waits:
-            self.reached.set()
-            await asyncio.Event().wait()
-        async for path in super().list(prefix):
-            yield path
-
-    def pinned(self, path: str) -> Any:
-        self.opened.append(path)
-        return super().pinned(path)
-
-
-class Place(Listing, Declared):
+class Place(Listing, Declared, Fixed):
     """This process's rank, with the functions that a test may call."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -221,94 +197,6 @@ class Place(Listing, Declared):
         torch.manual_seed(1000 + self.rank)
         with Stepwise("sync", dataset_of(url, shuffle_buffer=buffer), **with_method(options)) as run:
             return [self._epoch(run, None, False) for _ in range(epochs)], run.loader.stats()["data/dropped_samples"]
-
-    def fixed(self, folder: str, *, other: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
-        """Read fixed streams, as `_fixed`. `other`: arguments of all ranks but the first, in place of theirs."""
-        return self._fixed(**{"folder": folder, **arguments, **((other or {}) if self.rank else {})})
-
-    def _fixed(
-        self,
-        folder: str,
-        *,
-        kind: str = "sync",
-        state: dict[str, Any] | None = None,
-        steps: int | None = None,
-        streams: int | None = 4,
-        buffer: int = 0,
-        cache_dir: str | None = None,
-        elastic: Any = "order",
-        mixed: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> dict[str, Any]:
-        """Read an epoch of fixed streams, from a state on, or a number of its steps.
-
-        Args:
-            folder: of the shards.
-            kind: of loader, as for `Stepwise`.
-            state: to begin from.
-            steps: after which the loader stays as it is; None: the epoch is read to its end.
-            streams: of the dataset.
-            buffer: shuffle buffer.
-            cache_dir: of the dataset.
-            elastic: of the dataset.
-            mixed: arguments of a `Mixture` of the streams and as many `rows` as they say; None: streams alone.
-            options: the loader's.
-
-        Returns:
-            ``batches``; ``state`` after them; ``listed``, how often shards were listed in this process, and ``opened``,
-            the shards that were opened in it; or an ``error``.
-        """
-        store = Recording(folder)
-        where: dict[str, Any] = {"transport": store} if cache_dir is None else {"cache_dir": cache_dir}
-        url = "/" if cache_dir is None else f"{folder}/"
-        dataset: Any = dataset_of(url, streams=streams, shuffle_buffer=buffer, elastic=elastic, **where)
-        if mixed is not None:
-            rows = range(mixed.pop("rows"))
-            dataset = Mixture([dataset, rows], **mixed)
-        run = Stepwise(kind, dataset, **with_method({"batch_size": 6 // self.world, "seed": 3, **options}))
-        try:
-            if state is not None:
-                run.loader.load_state_dict(state)
-            run.begin()
-            batches = [batch.tolist() for batch in (run.rest() if steps is None else run.take(steps))]
-            found = {"batches": batches, "state": run.loader.state_dict()}
-        except Exception as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
-        if steps is None or "error" in found:
-            run.close()
-        else:
-            self.runs.append(run)
-        return found | {"listed": store.listed, "opened": store.opened}
-
-    def fixed_batch(self, folder: str, asked: int, step: int) -> list[int] | None:
-        """Make the batch of a step of fixed streams on the rank `asked` alone."""
-        if self.rank != asked:
-            return None
-        with Stepwise("sync", dataset_of(f"{folder}/", streams=4), batch_size=6 // self.world, seed=3) as run:
-            batch: list[int] = run.loader.batch_at(step).tolist()
-            return batch
-
-    def fixed_cancelled(self, folder: str, victim: int) -> str:
-        """Begin fixed streams; `victim` is cancelled while the others wait for it. Returns the error of the others."""
-
-        async def run() -> str:
-            store = Recording(folder)
-            store.waits = self.rank == victim
-            dataset = dataset_of("/", streams=4, transport=store)
-            async with AsyncDataLoader[Any](dataset, batch_size=2, seed=3) as loader:
-                try:
-                    first = asyncio.ensure_future(anext(aiter(loader)))
-                    if self.rank == victim:
-                        await store.reached.wait()
-                        first.cancel()
-                    await first
-                except asyncio.CancelledError:
-                    return "cancelled"
-                except Exception as error:
-                    return f"{type(error).__name__}: {error}"
-            return "read"
-
-        return asyncio.run(run())
 
     def stream_until_killed(self, victim: int, steps: int, kind: str, **options: Any) -> list[Ended]:
         """Read two epochs like `stream`; the rank `victim` is killed after a number of steps."""

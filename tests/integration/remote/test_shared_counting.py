@@ -15,9 +15,9 @@ from asyncloader.remote.kept_counts import FOLDER
 from asyncloader.remote.shard_index import ShardNames, parse_index
 from asyncloader.transports import LocalTransport
 from asyncloader.writing import write_shards
+from tests.helpers.fixed_ranks import Recording
 from tests.helpers.listing_ranks import COPIES
 from tests.helpers.rank_group import RankGroup
-from tests.helpers.ranks_script import Recording
 from tests.helpers.remote_folders import dataset_of, flat, make_shards, number_of
 from tests.helpers.running import run_async
 
