@@ -21,7 +21,7 @@ from asyncloader.transports.open_files import OpenFile, OpenFiles
 _R = TypeVar("_R")
 
 
-class Chunk(NamedTuple):
+class DecodedChunk(NamedTuple):
     """The bytes of a decoded chunk.
 
     Attributes:
@@ -67,7 +67,7 @@ class KeptChunks:
         self._pool = pool
         self._slots = slots
 
-    def use_at_once(self, name: FileName, use: Callable[[Chunk], _R]) -> _R | None:
+    def use_at_once(self, name: FileName, use: Callable[[DecodedChunk], _R]) -> _R | None:
         """Return the result of `use`, which is not None, if the chunk is open and memory has the bytes that it reads;
         otherwise None. Never waits.
         """
@@ -75,24 +75,24 @@ class KeptChunks:
         if not isinstance(file, ChunkFile):
             return None
         try:
-            return use(Chunk(file.read_at_once, file.size, file))
+            return use(DecodedChunk(file.read_at_once, file.size, file))
         except EntryLost:
             return None
 
-    async def use(self, name: FileName, make: Callable[[], Awaitable[bytes]], use: Callable[[Chunk], _R]) -> _R:
+    async def use(self, name: FileName, make: Callable[[], Awaitable[bytes]], use: Callable[[DecodedChunk], _R]) -> _R:
         """Return the result of `use`, which is called in a thread. Arguments and errors are those of
         `HostFiles.use`.
         """
         file = self._kept.find(name)
         if isinstance(file, ChunkFile):
             try:
-                return await self._pool.run(partial(use, Chunk(file.read, file.size, file)))
+                return await self._pool.run(partial(use, DecodedChunk(file.read, file.size, file)))
             except EntryLost:
                 self._kept.drop(name)
         return await self._files.use(name, make, partial(self._use, name, use), self._pool, self._slots)
 
-    def _use(self, name: FileName, use: Callable[[Chunk], _R], content: Content) -> _R:
-        result = use(Chunk(content.read, content.size, None))
+    def _use(self, name: FileName, use: Callable[[DecodedChunk], _R], content: Content) -> _R:
+        result = use(DecodedChunk(content.read, content.size, None))
         if isinstance(content, CacheEntry):
             self._kept.keep(name, ChunkFile(content))
         return result

@@ -16,7 +16,7 @@ from asyncloader.remote.parquet_reading import read_footer
 from asyncloader.remote.random_access.chunks import decode_rows
 from asyncloader.remote.random_access.host_files import FileName
 from asyncloader.remote.random_access.indexing import name_of
-from asyncloader.remote.random_access.kept_chunks import Chunk, KeptChunks
+from asyncloader.remote.random_access.kept_chunks import DecodedChunk, KeptChunks
 from asyncloader.remote.random_access.opened_shards import SampleGroup
 from asyncloader.transports.base import gather_all
 
@@ -114,7 +114,7 @@ class RowReader:
         name = opened.row_names[wanted.first] = FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
         return name
 
-    def _parse(self, wanted: RowGroupSamples, chunk: Chunk) -> list[Sample]:
+    def _parse(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> list[Sample]:
         parsed: RowsFile | None = None if chunk.file is None else chunk.file.parsed
         if parsed is None:
             url = wanted.group.opened.shard.url

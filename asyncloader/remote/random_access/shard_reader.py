@@ -27,7 +27,7 @@ from asyncloader.remote.catalog import PARQUET
 from asyncloader.remote.random_access.chunks import compression_of, unpack
 from asyncloader.remote.random_access.host_files import FileName, HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, name_of
-from asyncloader.remote.random_access.kept_chunks import Chunk, KeptChunks
+from asyncloader.remote.random_access.kept_chunks import DecodedChunk, KeptChunks
 from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup
 from asyncloader.remote.random_access.row_reader import RowReader
 from asyncloader.remote.random_access.sample_parsing import SampleParser
@@ -299,7 +299,7 @@ class ShardsReader:
         if edges is not None and self._is_odd(opened, edges, samples):
             return [await self._read_stepwise(opened, edges, each) for each in samples.tolist()]
 
-        def use(unpacked: Chunk) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
+        def use(unpacked: DecodedChunk) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
             found = edges
             if found is None:
                 assert mds is not None
