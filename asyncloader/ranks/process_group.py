@@ -26,6 +26,8 @@ from asyncloader.ranks.topology import Topology
 _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
 failure. A rank that dies is noticed at once."""
+_CONNECTING = timedelta(minutes=30)
+"""Time in which all ranks begin to read, as that of torch's own groups. A rank that died before is not noticed else."""
 _PIECE = 1 << 15  # numbers that `total` reduces at a time
 
 _DESTROY_SECONDS = 2.0
@@ -185,7 +187,7 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or has another number of ranks.
-        RanksDisagree: another rank cannot be connected.
+        RanksDisagree: another rank cannot be connected, or has not called this for half an hour.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -203,8 +205,12 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
     destroy_unused()
     try:
         if members is None:
-            return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
-        return RankGroup(_of_members(members))
+            group = distributed.new_group(backend="gloo", timeout=_CONNECTING)
+            backend = group._get_backend(torch.device("cpu"))
+        else:
+            group = backend = _of_members(members)
+        backend._set_default_timeout(_TIMEOUT)
+        return RankGroup(group)
     except RuntimeError as error:
         raise RanksDisagree(
             "the ranks could not be connected: another rank failed or left while the loader's group was made, or "
@@ -226,4 +232,4 @@ def _of_members(members: Any) -> Any:
     made[ranks] += 1
     store = distributed.PrefixStore(f"asyncloader/{ranks}/{made[ranks]}", _get_default_store())
     rank, size = distributed.get_rank(members), distributed.get_world_size(members)
-    return distributed.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+    return distributed.ProcessGroupGloo(store, rank, size, _CONNECTING)

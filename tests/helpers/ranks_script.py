@@ -16,6 +16,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
 from asyncloader import Recovery
+from asyncloader.ranks import process_group
 from asyncloader.ranks.process_group import destroy_unused
 from tests.helpers import straggling
 from tests.helpers.declared_ranks import Declared
@@ -217,6 +219,14 @@ class Place(Listing, Declared, Fixed):
             self.runs.append(run)
         else:
             run.iterator = None
+
+    def never_begins(self, absent: int) -> str:
+        """Begin to read, but on the rank `absent`, with half a second to connect. Returns the error."""
+        if self.rank == absent:
+            return ""
+        process_group._CONNECTING = timedelta(seconds=0.5)
+        with Stepwise("sync", Shard(self.rank, 10), batch_size=2, seed=3, num_workers=0) as run:
+            return self._epoch(run, None, False)[1]
 
     def two_iterators(self, length: int, kind: str, **options: Any) -> tuple[int, str]:
         """Read an epoch with a second iterator while the first lives. Returns its steps, and the first's error."""

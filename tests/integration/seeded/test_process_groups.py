@@ -196,6 +196,14 @@ def test_a_rank_that_is_killed(tmp_path: Path, kind: str, workers: int) -> None:
 
 
 @pytest.mark.thorough
+def test_a_rank_that_never_begins(tmp_path: Path) -> None:
+    """The others do not wait for it for ever: they raise once the time to connect is over."""
+    with RankGroup(2, tmp_path) as group:
+        error, _ = group("never_begins", 1)
+        assert error.startswith("RanksDisagree: the ranks could not be connected: another rank failed or left"), error
+
+
+@pytest.mark.thorough
 def test_a_process_may_end_though_the_others_go_on(tmp_path: Path) -> None:
     """A rank that left exits while the other rank keeps its iterator and requests nothing."""
     with RankGroup(2, tmp_path) as group:
