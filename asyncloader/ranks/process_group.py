@@ -27,7 +27,7 @@ _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
 failure. A rank that dies is noticed at once."""
 _CONNECTING = timedelta(minutes=30)
-"""Time in which all ranks begin to read, as that of torch's own groups. A rank that died before is not noticed else."""
+"""Time in which all ranks begin to read, as that of torch's own groups. A rank that died before is not noticed."""
 _PIECE = 1 << 15  # numbers that `total` reduces at a time
 
 _DESTROY_SECONDS = 2.0
@@ -204,13 +204,13 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
         return old
     destroy_unused()
     try:
+        store = _meet(members)
         if members is None:
-            group = distributed.new_group(backend="gloo", timeout=_CONNECTING)
-            backend = group._get_backend(torch.device("cpu"))
-        else:
-            group = backend = _of_members(members)
-        backend._set_default_timeout(_TIMEOUT)
-        return RankGroup(group)
+            return RankGroup(distributed.new_group(backend="gloo", timeout=_TIMEOUT))
+        # Not by `new_group`: all ranks have to call it; or, if the members alone do, each of them must have made the
+        # same number of groups, after which it names the new group.
+        rank, size = distributed.get_rank(members), distributed.get_world_size(members)
+        return RankGroup(distributed.ProcessGroupGloo(store, rank, size, _TIMEOUT))
     except RuntimeError as error:
         raise RanksDisagree(
             "the ranks could not be connected: another rank failed or left while the loader's group was made, or "
@@ -218,18 +218,23 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
         ) from error
 
 
-def _of_members(members: Any) -> Any:
-    """A gloo group of a process group's ranks, in which no other rank takes part.
+def _meet(members: Any) -> Any:
+    """Wait until all members are about to connect, and return a store for their group alone.
 
-    Not by `new_group`: all ranks have to call it; or, if the members alone do, each of them must have made the same
-    number of groups, after which it names the new group.
+    To connect takes as long as a reduction may, because torch has one timeout for both.
+
+    Raises:
+        RuntimeError: one of them has not come in time.
     """
     from torch.distributed.distributed_c10d import _get_default_store
 
     distributed: Any = torch.distributed
-    ranks = "_".join(map(str, distributed.get_process_group_ranks(members)))
+    ranks = "_".join(map(str, [] if members is None else distributed.get_process_group_ranks(members)))
     made = _made.setdefault(distributed.group.WORLD, Counter())
     made[ranks] += 1
     store = distributed.PrefixStore(f"asyncloader/{ranks}/{made[ranks]}", _get_default_store())
-    rank, size = distributed.get_rank(members), distributed.get_world_size(members)
-    return distributed.ProcessGroupGloo(store, rank, size, _CONNECTING)
+    # More than all, if torch.distributed was initialized again with this store.
+    if store.add("come", 1) >= distributed.get_world_size(members):
+        store.set("all", "")
+    store.wait(["all"], _CONNECTING)
+    return store
