@@ -15,6 +15,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,7 +62,7 @@ def dump_rows(
     options: dict[str, Any] = {"max_sample_bytes": max_sample_bytes, "window_bytes": window_bytes}
     found = list(read_batches(footer, fetch, start=start, stop=stop, columns=columns, **options))
     place = found[0][2] if found else footer.end
-    table = _without_dictionaries(arrow.Table.from_batches(batch for batch, _, _ in found))
+    table = _plain(arrow.Table.from_batches(batch for batch, _, _ in found))
     if table.num_rows != stop - start:
         raise ShardError(f"rows {start:,} to {stop:,} are no row groups of this file", url=footer.url, offset=place)
     # One piece, unless a column has more than 2 GiB of text: the messages have equally many rows.
@@ -81,15 +82,16 @@ def dump_rows(
     return data
 
 
-def _without_dictionaries(table: Any) -> Any:
-    """Return the table with values in place of numbers in a dictionary, which a message does not have."""
+def _plain(table: Any) -> Any:
+    """Return the table with columns of a `plain_type`."""
     arrow, _ = pyarrow()
     for number, field in enumerate(table.schema):
         plain = plain_type(field.type)
         if plain != field.type:
             column = table.column(number)
-            is_simple = arrow.types.is_dictionary(field.type)
-            column = column.cast(plain) if is_simple else arrow.array(column.to_pylist(), plain)
+            # Arrow's own conversion of list views loses rows.
+            has_views = "list_view<" in str(field.type)
+            column = arrow.array(column.to_pylist(), plain) if has_views else column.cast(plain)
             table = table.set_column(number, field.with_type(plain), column)
     return table
 
@@ -149,6 +151,9 @@ class RowsFile:
                 end += 1
             samples += self._of_message(read, number, rows[at:end])
             at = end
+        for at in range(1, count):
+            if rows[at] == rows[at - 1]:  # who changes a list in one of them must not change the other
+                samples[at] = deepcopy(samples[at - 1])
         return samples
 
     def _of_message(self, read: Read, number: int, rows: Sequence[int]) -> list[Sample]:

@@ -40,7 +40,8 @@ def values(column: Any) -> Column:
 def converter(kind: Any, *, few: bool = False) -> Convert:
     """Return what turns a column of this type into values, one per row: an array of its numbers; for fixed-size lists
     of numbers, an array with a row of shape ``(size,)`` for each; for fixed-shape tensors, with a row of their shape.
-    Of other types, and with a null, which is None: a list of Python objects.
+    Of other types, and with a null, which is None: a list of Python objects. A list or a tensor with a null in it is a
+    Python list; the others of its column stay arrays.
 
     It raises an error where a value has no Python form: text that is not UTF-8 (UnicodeDecodeError), a date beyond the
     year 9999.
@@ -72,8 +73,8 @@ def _numbers(column: Any) -> Column:
 
 
 def _tensors(column: Any) -> Column:
-    if column.null_count:
-        return _objects(column)
+    if column.null_count or column.storage.flatten().null_count:
+        return _objects(column) if len(column) == 1 else _one_by_one(_tensors, column)
     tensors = np.asarray(column.to_numpy_ndarray())
     return tensors if tensors.ndim > 1 else [np.array(tensor) for tensor in tensors]
 
@@ -81,7 +82,7 @@ def _tensors(column: Any) -> Column:
 def _lists(column: Any) -> Column:
     items = column.flatten()  # without the null rows
     if items.null_count:
-        return _objects(column)
+        return _objects(column) if len(column) == 1 else _one_by_one(_lists, column)
     rows = np.asarray(items.to_numpy(zero_copy_only=False))
     rows = rows.reshape(len(column) - column.null_count, column.type.list_size)
     if not column.null_count:
@@ -91,22 +92,37 @@ def _lists(column: Any) -> Column:
     return [next(filled).copy() if valid else None for valid in column.is_valid().to_pylist()]
 
 
+def _one_by_one(convert: Convert, column: Any) -> Column:
+    """Convert each row by itself: what becomes of a row must not depend on the rows that are read with it."""
+    return [
+        value.copy() if isinstance(value, np.ndarray) else value
+        for row in range(len(column))
+        for value in convert(column.slice(row, 1))
+    ]
+
+
 def plain_type(kind: Any) -> Any:
-    """Return the type of the same values without dictionaries."""
+    """Return the type of the same values without dictionaries and views: a message of a few rows has no dictionary, and
+    of a view all that the view is of.
+    """
     arrow, _ = pyarrow()
     types = arrow.types
+    if isinstance(kind, arrow.BaseExtensionType):
+        stored = plain_type(kind.storage_type)
+        return kind if stored == kind.storage_type else stored
     if types.is_dictionary(kind):
         return plain_type(kind.value_type)
-    if "dictionary<" not in str(kind):
-        return kind
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return arrow.large_string() if types.is_string_view(kind) else arrow.large_binary()
     if types.is_struct(kind):
         fields = [kind.field(number) for number in range(kind.num_fields)]
         return arrow.struct([field.with_type(plain_type(field.type)) for field in fields])
     if types.is_map(kind):
         return arrow.map_(plain_type(kind.key_type), plain_type(kind.item_type))
-    if types.is_list(kind) or types.is_large_list(kind):
-        make = arrow.list_ if types.is_list(kind) else arrow.large_list
-        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    if types.is_list(kind):
+        return arrow.list_(kind.value_field.with_type(plain_type(kind.value_type)))
+    if types.is_large_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+        return arrow.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
     if types.is_fixed_size_list(kind):
         return arrow.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
     return kind

@@ -77,6 +77,12 @@ KINDS: dict[str, Any] = {
     "map": pa.array([[(f"k{row}", row)] for row in range(ROWS)], pa.map_(pa.string(), pa.int64())),
     "vector": pa.array([[row, 1, 2] for row in range(ROWS)], pa.list_(pa.int16(), 3)),
     "vector with nulls": pa.array(with_holes(lambda row: [row, 0.5]), pa.list_(pa.float32(), 2)),
+    "vector with holes": pa.array([[row, None if row % 7 == 3 else 2] for row in range(ROWS)], pa.list_(pa.int16(), 2)),
+    "tensor with nulls": pa.ExtensionArray.from_storage(
+        pa.fixed_shape_tensor(pa.int32(), [2, 1]),
+        pa.array(with_holes(lambda row: [row, None if row % 5 == 1 else 2]), pa.list_(pa.int32(), 2)),
+    ),
+    "views": pa.array(lists(lambda row: f"text {row}"), pa.list_(pa.string_view())),
     "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(ROWS * 6, dtype=np.uint8).reshape(ROWS, 2, 3)),
 }
 
@@ -138,6 +144,69 @@ def test_rows_that_cannot_be_samples() -> None:
         with pytest.raises(ShardError, match=match) as caught:
             file.samples(read, rows)
         assert caught.value.offset == 4  # of the row group
+
+
+def test_a_row_that_is_asked_for_twice_is_two_samples() -> None:
+    """Who changes one of them does not change the other."""
+    data = written(pa.table({"list": [[row] for row in range(4)]}))
+    file, read = opened(data, 0, 4)
+    one, other, third = file.samples(read, [2, 2, 2])
+    one["list"].append(5)
+    assert other["list"] == third["list"] == [2]
+
+
+CATEGORY = pa.array([f"c{row % 5}" for row in range(4)]).dictionary_encode()
+TIMES = pa.array([0, 400_000_000_000_000_000, 2, 3], pa.timestamp("us"))
+
+
+def test_a_category_beside_a_value_without_a_python_form() -> None:
+    """Its row raises the error, and no other."""
+    data = written(pa.table({"both": pa.StructArray.from_arrays([CATEGORY, TIMES], ["category", "at"])}))
+    file, read = opened(data, 0, 4)
+    assert file.samples(read, [3])[0]["both"]["category"] == "c3"
+    with pytest.raises(ShardError, match="row 1 has a value with no Python form"):
+        file.samples(read, [1])
+
+
+class Named(pa.ExtensionType):  # type: ignore[misc]
+    """An extension type that this process knows."""
+
+    def __init__(self, storage: Any) -> None:
+        super().__init__(storage, "asyncloader.test.named")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: Any, serialized: bytes) -> Named:
+        return cls(storage)
+
+
+def test_a_category_in_an_extension_type() -> None:
+    """Its values are those of the type that it is stored as."""
+    stored = pa.StructArray.from_arrays([CATEGORY], ["category"])
+    kind = Named(stored.type)
+    pa.register_extension_type(kind)
+    try:
+        data = written(pa.table({"named": pa.ExtensionArray.from_storage(kind, stored)}))
+        file, read = opened(data, 0, 4)
+        assert file.samples(read, [3])[0]["named"] == {"category": "c3"}
+    finally:
+        pa.unregister_extension_type("asyncloader.test.named")
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string_view(), pa.list_view(pa.string()), pa.list_(pa.large_list_view(pa.int64()), 1)]
+)
+def test_a_message_has_no_values_of_other_rows(kind: Any) -> None:
+    """Of views, which Arrow writes whole."""
+    texts: list[Any] = [f"some text of row {row}" * 3 for row in range(3000)]
+    if not pa.types.is_string_view(kind):
+        texts = [[text] for text in texts] if pa.types.is_list_view(kind) else [[[row, 1]] for row in range(3000)]
+    column = pa.array(texts, kind)
+    file, read = opened(written(pa.table({"c": column})), 0, 3000)
+    assert len(read.data) < 2 * column.nbytes
+    assert [sample["c"] for sample in file.samples(read, [0, 2999])] == [texts[0], texts[2999]]
 
 
 def test_only_some_columns() -> None:
