@@ -62,7 +62,14 @@ def dump_rows(
     options: dict[str, Any] = {"max_sample_bytes": max_sample_bytes, "window_bytes": window_bytes}
     found = list(read_batches(footer, fetch, start=start, stop=stop, columns=columns, **options))
     place = found[0][2] if found else footer.end
-    table = _plain(arrow.Table.from_batches(batch for batch, _, _ in found))
+    try:
+        table = _plain(arrow.Table.from_batches(batch for batch, _, _ in found))
+    except MemoryError:
+        raise
+    except Exception as error:  # such as a number that is not in its dictionary
+        raise ShardError(
+            f"the row group that begins here has a value that cannot be read: {error}", url=footer.url, offset=place
+        ) from error
     if table.num_rows != stop - start:
         raise ShardError(f"rows {start:,} to {stop:,} are no row groups of this file", url=footer.url, offset=place)
     # One piece, unless a column has more than 2 GiB of text: the messages have equally many rows.

@@ -168,6 +168,16 @@ def test_a_category_beside_a_value_without_a_python_form() -> None:
         file.samples(read, [1])
 
 
+def test_a_number_that_is_not_in_its_dictionary() -> None:
+    """An error of the shard."""
+    column = pa.array(list("abcabcab")).dictionary_encode()
+    data = written(pa.table({"c": column}), compression="none")
+    numbers = b"\x02\x03\x24\x49"  # two bits each, eight of them: 0, 1, 2, 0, 1, 2, 0, 1
+    assert data.count(numbers) == 1
+    with pytest.raises(ShardError, match="has a value that cannot be read: Index 3 out of bounds"):
+        opened(data.replace(numbers, b"\x02\x03\xff\xff"), 0, 8)
+
+
 class Named(pa.ExtensionType):  # type: ignore[misc]
     """An extension type that this process knows."""
 
