@@ -60,28 +60,26 @@ def dump_rows(
     """
     arrow, _ = pyarrow()
     options: dict[str, Any] = {"max_sample_bytes": max_sample_bytes, "window_bytes": window_bytes}
-    found = list(read_batches(footer, fetch, start=start, stop=stop, columns=columns, **options))
-    place = found[0][2] if found else footer.end
-    try:
-        table = _plain(arrow.Table.from_batches(batch for batch, _, _ in found))
-    except MemoryError:
-        raise
-    except Exception as error:  # such as a number that is not in its dictionary
-        raise ShardError(
-            f"the row group that begins here has a value that cannot be read: {error}", url=footer.url, offset=place
-        ) from error
-    if table.num_rows != stop - start:
-        raise ShardError(f"rows {start:,} to {stop:,} are no row groups of this file", url=footer.url, offset=place)
-    # One piece, unless a column has more than 2 GiB of text: the messages have equally many rows.
-    table = table.combine_chunks().replace_schema_metadata(None)
-    size = _MESSAGE_BYTES + _COLUMN_BYTES * table.num_columns
     sink = arrow.BufferOutputStream()
     firsts, offsets = [0], [0]
-    for batch in table.to_batches(max_chunksize=max(1, size * table.num_rows // max(1, table.nbytes))):
-        sink.write(batch.serialize())
-        firsts.append(firsts[-1] + batch.num_rows)
-        offsets.append(sink.tell())
-    sink.write(table.schema.serialize())
+    place, schema = footer.end, None
+    for batch, _, place in read_batches(footer, fetch, start=start, stop=stop, columns=columns, **options):
+        try:
+            table = _plain(arrow.Table.from_batches([batch])).replace_schema_metadata(None)
+        except MemoryError:
+            raise
+        except Exception as error:  # such as a number that is not in its dictionary
+            message = f"the row group that begins here has a value that cannot be read: {str(error)[:300]}"
+            raise ShardError(message, url=footer.url, offset=place) from error
+        schema = table.schema
+        size = _MESSAGE_BYTES + _COLUMN_BYTES * table.num_columns
+        for part in table.to_batches(max_chunksize=max(1, size * table.num_rows // max(1, table.nbytes))):
+            sink.write(part.serialize())
+            firsts.append(firsts[-1] + part.num_rows)
+            offsets.append(sink.tell())
+    if schema is None or firsts[-1] != stop - start:
+        raise ShardError(f"rows {start:,} to {stop:,} are no row groups of this file", url=footer.url, offset=place)
+    sink.write(schema.serialize())
     end = _END.pack(offsets[-1], sink.tell(), place)
     sink.write(np.array([firsts, offsets], "<i8").tobytes())
     sink.write(end)

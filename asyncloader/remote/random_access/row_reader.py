@@ -52,7 +52,7 @@ class RowReader:
     ) -> None:
         self._chunks = chunks
         self._columns = columns
-        self._wanted = "" if columns is None else repr(sorted(columns))
+        self._wanted = "" if columns is None else repr([*columns])  # samples have them in this order
         self._max = max_sample_bytes
         self._ahead = read_ahead
 

@@ -226,3 +226,17 @@ def test_a_chunk_that_changes(tmp_path: Path) -> None:
                     await dataset[SIZES[0] + 1]
 
     run_async(run())
+
+
+def test_order_of_columns(tmp_path: Path) -> None:
+    """Samples have the columns in the order that was asked for, whichever order another dataset has in the cache."""
+    shard = tmp_path / "s.parquet"
+    pq.write_table(pa.table({"n": [1], "text": ["a"]}), shard)
+    os.utime(shard, (10**9, 10**9))  # old enough for a version
+
+    async def run() -> None:
+        for columns in (["n", "text"], ["text", "n"]):
+            dataset = RemoteMapDataset(shard, columns=columns, cache_dir=tmp_path / "cache")
+            assert [*await dataset[0]][:2] == columns
+
+    run_async(run())
