@@ -24,7 +24,7 @@ from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.exchange import RankExchange
 from asyncloader.ranks.process_group import RankGroup, has_group, make_group
 from asyncloader.samplers.distributed import RankView
-from asyncloader.samplers.generators import own_generator, samplers_within, set_generators
+from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
@@ -416,14 +416,17 @@ def expectations(config: EpochConfig) -> dict[str, Any]:
 
 def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
     """Return `expectations` without the dataset's length, which may take long, and is needed only with a state."""
-    size, drop_last = config.batch_size, config.drop_last
-    if type(config.batch_sampler) is BatchSampler:
-        size, drop_last = config.batch_sampler.batch_size, config.batch_sampler.drop_last
+    size, drop_last, sampler = config.batch_size, config.drop_last, config.sampler
+    if config.batch_sampler is not None:
+        sampler = config.batch_sampler
+        if type(sampler) is BatchSampler:
+            size, drop_last, sampler = sampler.batch_size, sampler.drop_last, sampler.sampler
     if not config.iterable:
         if config.sampler_ranks is None and config.seeded:
             size = size or 1  # without a batch size: the items of one step
         if size is not None:
             size *= ranks
+    arguments = getattr(sampler, "order_arguments", None)
     return {
         "mode": "seeded" if config.seeded else "torch",
         "kind": "iterable" if config.iterable else "map",
@@ -431,14 +434,8 @@ def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
         "batch_size": size,
         "drop_last": bool(drop_last),
         "order": "stream" if config.iterable else _order(config),
-        "arguments": _sampler_arguments(config),
+        "arguments": arguments if isinstance(arguments, dict) else None,
     }
-
-
-def _sampler_arguments(config: EpochConfig) -> dict[str, Any] | None:
-    samplers = samplers_within(config.batch_sampler, config.sampler)
-    told = (getattr(each, "order_arguments", None) for each in samplers)
-    return next((each for each in told if isinstance(each, dict)), None)
 
 
 def _sharing_ranks(config: EpochConfig) -> int:
