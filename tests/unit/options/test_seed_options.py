@@ -265,7 +265,7 @@ def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
 
 
 def test_what_a_state_names() -> None:
-    """A state has the mode, kind, seed, length, global batch, drop_last, and the source of the order."""
+    """A state has the mode, kind, seed, length, global batch, drop_last, and the order's source and arguments."""
     assert expected(seed=3, batch_size=4, shuffle=True, drop_last=True) == {
         "mode": "seeded",
         "kind": "map",
@@ -274,6 +274,7 @@ def test_what_a_state_names() -> None:
         "batch_size": 4,
         "drop_last": True,
         "order": "shuffled",
+        "arguments": None,
     }
     assert expected(Stream(), batch_size=4) == {
         "mode": "torch",
@@ -283,6 +284,7 @@ def test_what_a_state_names() -> None:
         "batch_size": 4,
         "drop_last": False,
         "order": "stream",
+        "arguments": None,
     }
 
 
