@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.random_access.chunks import compression_of
-from asyncloader.remote.random_access.host_files import FileName
 from asyncloader.remote.random_access.sample_parsing import SampleParser
 from asyncloader.transports import ObjectInfo, PinnedReader, plan_ranges
 from asyncloader.transports.base import gather_all
@@ -37,7 +36,6 @@ class OpenShard:
         self.parser = parser
         self.edges: npt.NDArray[np.int64] | None = None
         self.whole = True
-        self.row_names: dict[int, FileName] = {}  # of decoded row groups, by their first rows
         # These have bytes of samples without a request, as they are in the shard.
         self.cached: CachedObject | None = None
         self.memory: MemoryFile | None = None

@@ -17,11 +17,11 @@ from asyncloader.remote.random_access.chunks import decode_rows
 from asyncloader.remote.random_access.host_files import FileName
 from asyncloader.remote.random_access.indexing import name_of
 from asyncloader.remote.random_access.kept_chunks import DecodedChunk, KeptChunks
-from asyncloader.remote.random_access.opened_shards import SampleGroup
+from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup
 from asyncloader.transports.base import gather_all
 
-MOST_ROWS = 32
-"""Rows of a row group that are read together: in the loop's thread, without a turn for its other tasks."""
+_MOST_NAMES = 1 << 12
+"""Names of decoded row groups that a loop remembers."""
 
 
 class RowGroupSamples(NamedTuple):
@@ -55,16 +55,17 @@ class RowReader:
         self._wanted = "" if columns is None else repr([*columns])  # samples have them in this order
         self._max = max_sample_bytes
         self._ahead = read_ahead
+        self._names: dict[tuple[OpenShard, int], FileName] = {}  # by the first row
 
     def split(self, group: SampleGroup) -> Iterator[RowGroupSamples]:
-        """Yield the samples of a shard by row groups, at most `MOST_ROWS` together."""
+        """Yield the samples of a shard by row groups."""
         edges = group.opened.shard.edges
         assert edges is not None
         at, rows = 0, group.samples.tolist()
         while at < len(rows):
             number = bisect_right(edges, rows[at]) - 1
             first, stop = edges[number : number + 2]
-            end = min(bisect_left(rows, stop, at), at + MOST_ROWS)
+            end = bisect_left(rows, stop, at)
             yield RowGroupSamples(first, stop, group.part(at, end))
             at = end
 
@@ -106,12 +107,13 @@ class RowReader:
         return await self._chunks.use(self._name(wanted), make, partial(self._parse, wanted))
 
     def _name(self, wanted: RowGroupSamples) -> FileName:
-        opened = wanted.group.opened
-        name = opened.row_names.get(wanted.first)
-        if name is not None:
-            return name
-        rows = f"rows {wanted.first} to {wanted.stop}, few in a message {self._wanted}"
-        name = opened.row_names[wanted.first] = FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
+        key = opened, first = wanted.group.opened, wanted.first
+        name = self._names.get(key)
+        if name is None:
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            rows = f"rows {first} to {wanted.stop}, few in a message {self._wanted}"
+            name = self._names[key] = FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
         return name
 
     def _parse(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> list[Sample]:

@@ -63,6 +63,9 @@ _TURN = 1 << 19
 _LEAST = 1 << 13
 """Least bytes that a sample counts."""
 
+_ROWS_AT_ONCE = 32
+"""Rows of a row group that are read in the loop's thread before other tasks of the loop may have a turn."""
+
 _LENGTH = itemgetter(1)  # of a sample's start and length
 
 
@@ -216,11 +219,14 @@ class ShardsReader:
             return [group]
         left: list[SampleGroup] = []
         for each in self._rows.split(group):
-            found = self._rows.read_at_once(each)
-            if found is None:
-                left.append(each.group)
-            else:
-                each.group.put(found, samples)
+            for at in range(0, len(each.group.places), _ROWS_AT_ONCE):
+                part = each.group.part(at, at + _ROWS_AT_ONCE)
+                found = self._rows.read_at_once(each._replace(group=part))
+                if found is None:
+                    # All together: a row group that is not kept is decoded for each call that needs it.
+                    left.append(each.group.part(at, len(each.group.places)))
+                    break
+                part.put(found, samples)
                 await self._give_turn(len(found) * _LEAST)
         return left
 
@@ -311,7 +317,9 @@ class ShardsReader:
 
         name = FileName(f"{name_of(shard)}\0unpacked", opened.version)
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
-        used = self._chunks.use_at_once(name, use)
+        # In the loop's thread, if that takes no longer than a turn.
+        few = edges is not None and int((edges[samples + 1] - edges[samples]).sum()) <= _TURN
+        used = self._chunks.use_at_once(name, use) if few else None
         found, data = await self._chunks.use(name, make, use) if used is None else used
         if opened.edges is None:
             self._keep_edges(opened, found)

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteMapDataset
 from asyncloader.errors import ShardError
-from asyncloader.remote.random_access import chunks, host_files
+from asyncloader.remote.random_access import chunks, host_files, row_reader
 from asyncloader.transports import ReadFailed
 from tests import script_server
 from tests.helpers.http_store import HttpStore
@@ -91,6 +91,23 @@ def test_the_bound(tmp_path: Path) -> None:
     small = RemoteMapDataset(f"{tmp_path}/", cache_bytes=10)
     with pytest.warns(RuntimeWarning, match="Raise cache_bytes="):
         assert run_async(small.__getitems__([3]))[0]["n"] == 3
+
+
+def test_decoded_once_for_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no decoded row group can be kept, and however many of its rows a call asks for."""
+    (tmp_path / "s.parquet").write_bytes(parquet(range(200), group=100, size=100))
+    decoded: list[int] = []
+
+    async def count(*arguments: Any, **options: Any) -> bytes:
+        decoded.append(arguments[3])
+        return await chunks.decode_rows(*arguments, **options)
+
+    monkeypatch.setattr(row_reader, "decode_rows", count)
+    dataset = RemoteMapDataset(tmp_path / "s.parquet", cache_bytes=10)
+    with pytest.warns(RuntimeWarning, match="Raise cache_bytes="):
+        found = run_async(dataset.__getitems__(range(200)))
+    assert [sample["n"] for sample in found] == [*range(200)]
+    assert sorted(decoded) == [0, 100]
 
 
 def stuck_once(begun: asyncio.Event) -> Any:
