@@ -27,7 +27,8 @@ _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a
 failure. A rank that dies is noticed at once."""
 _CONNECTING = timedelta(minutes=30)
-"""Time in which all ranks begin to read, as that of torch's own groups. A rank that died before is not noticed."""
+"""Time in which all ranks begin to read; more, if `init_process_group` was called with a longer timeout. A rank that
+died before is not noticed."""
 _PIECE = 1 << 15  # numbers that `total` reduces at a time
 
 _DESTROY_SECONDS = 2.0
@@ -187,7 +188,8 @@ def make_group(topology: Topology, members: Any, old: RankGroup | None = None) -
 
     Raises:
         RuntimeError: torch.distributed is not initialized, or has another number of ranks.
-        RanksDisagree: another rank cannot be connected, or has not called this for half an hour.
+        RanksDisagree: another rank cannot be connected, or has not called this in half an hour (or
+            in the timeout of `init_process_group`, if that is longer).
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -236,5 +238,5 @@ def _meet(members: Any) -> Any:
     # More than all, if torch.distributed was initialized again with this store.
     if store.add("come", 1) >= distributed.get_world_size(members):
         store.set("all", "")
-    store.wait(["all"], _CONNECTING)
+    store.wait(["all"], max(_CONNECTING, store.timeout))
     return store

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
 from asyncloader import Recovery
@@ -225,6 +226,7 @@ class Place(Listing, Declared, Fixed):
         if self.rank == absent:
             return ""
         process_group._CONNECTING = timedelta(seconds=0.5)
+        _get_default_store().set_timeout(timedelta(seconds=0.1))
         with Stepwise("sync", Shard(self.rank, 10), batch_size=2, seed=3, num_workers=0) as run:
             return self._epoch(run, None, False)[1]
 
