@@ -60,6 +60,7 @@ class _OpenVersion(Protocol):
         self, blob_column: str, *, indices: list[int], preserve_order: bool
     ) -> list[tuple[int, bytes | None]]:
         """Return the addresses and blobs of the rows."""
+        ...
 
 
 class LanceTable(Dataset[dict[str, Any]]):

@@ -44,7 +44,8 @@ class Fixed:
 
     def fixed(self, folder: str, *, other: dict[str, Any] | None = None, **arguments: Any) -> dict[str, Any]:
         """Read fixed streams, as `_fixed`. `other`: arguments of all ranks but the first, in place of theirs."""
-        return self._fixed(**{"folder": folder, **arguments, **((other or {}) if self.rank else {})})
+        given: dict[str, Any] = {"folder": folder, **arguments, **((other or {}) if self.rank else {})}
+        return self._fixed(**given)
 
     def _fixed(
         self,
