@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any
 
@@ -107,6 +108,7 @@ class WorkerPool:
         self.rings = inherited or [source.ring_manager(*ring_options) for _ in setup.starts]
         # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
         self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
+        self._held_timer: asyncio.TimerHandle | None = None
         self._inboxes: list[Inbox] = []
         self._streams = bool(setup.starts[0].streams)  # whether each worker serves streams of the dataset
         self._listener: Listener | None = None
@@ -285,6 +287,7 @@ class WorkerPool:
             return
         if watchdog is not None:
             watchdog.close()
+        self._cancel_held_timer()
         for process in self.processes:
             process.unlisten(loop)
 
@@ -320,7 +323,22 @@ class WorkerPool:
 
     def send_held(self) -> None:
         """Send the tasks that were held back and need not wait any more."""
-        self.held.send(self._send_task)
+        self._cancel_held_timer()
+        wait = self.held.send(self._send_task)
+        if wait < inf and self._loop is not None:
+            self._held_timer = self._loop.call_later(wait, self._on_held_timer)
+
+    def _cancel_held_timer(self) -> None:
+        if self._held_timer is not None:
+            self._held_timer.cancel()
+            self._held_timer = None
+
+    def _on_held_timer(self) -> None:
+        self._held_timer = None
+        try:
+            self.send_held()
+        except Exception as error:  # as no memory for a larger ring
+            self._fail(error)
 
     def _send_task(self, worker: int, epoch: int, seq: int, packed: bytes) -> None:
         process, manager = self.processes[worker], self.rings[worker]
@@ -386,6 +404,8 @@ class WorkerPool:
                 if kind == wire.LEAVING and self._loop is not None:
                     # Its tasks are assigned again when it has ended, and threads of the user's may keep it from ending.
                     self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
+            if self.held.holding:
+                self.send_held()  # the worker may have no task left
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
             # Another error, such as that of a descriptor that did not arrive, is no fault of the worker.
             if not isinstance(error, ValueError) or not process.distrust(error):

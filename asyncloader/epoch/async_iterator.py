@@ -258,7 +258,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                         continue
                     self._copying = (item, self._copies.call(self._consumer.open, item.outcome))
                 else:
-                    self._statistics.waiting_since = begin
+                    self._statistics.waiting_since, waits = begin, perf_counter()
                     held = None if self.pool is None else self.pool.held
                     try:
                         if held is not None:
@@ -274,6 +274,7 @@ class AsyncLoaderIterator(Generic[B_co]):
                         self._statistics.waiting_since = None
                         if held is not None:
                             held.awaiting -= 1
+                            held.waited += perf_counter() - waits
         except EndOfData:
             raise StopAsyncIteration from None
         except (StopIteration, StopAsyncIteration) as stop:  # from a worker, or of a plain sampler

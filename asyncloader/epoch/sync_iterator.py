@@ -295,7 +295,9 @@ class WorkerIterator(CountedNext):
             raise self._timed_out() from None
         finally:
             self._statistics.waiting_since = None
-            held.awaiting = 0
+            if held.awaiting:
+                held.waited += perf_counter() - begin
+                held.awaiting = 0
 
     def _send_held(self, held: HeldTasks) -> None:
         pipeline = self._pipeline

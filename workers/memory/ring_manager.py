@@ -22,6 +22,7 @@ from typing import Self
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
+from asyncloader.workers.memory.holding_cost import HoldingCost
 from asyncloader.workers.memory.layout import (
     FIRST_SLOT_BYTES,
     HEADROOM,
@@ -101,6 +102,8 @@ class RingManager:
         self._most_in_use = self._fewest  # slots that suffice, as far as is known
         self._since = 0  # tasks since that changed
         self._try_tasks = TRY_TASKS
+        self.cost = HoldingCost()
+        """What it costs to hold tasks back, if `large`."""
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring has to be sent
         self._inherited = False  # `ring` comes from an earlier worker, and has not been sent to this worker yet
@@ -167,7 +170,7 @@ class RingManager:
         return ring is not None and not self._grown and not ring.locked and ring.in_use >= self._most_in_use
 
     def need_more(self) -> None:
-        """The consumer waits while a task of this worker was held back: let one slot more be in use from now on."""
+        """Holding tasks back costs too much time: let one slot more be in use from now on."""
         self._most_in_use, self._since = self._most_in_use + 1, 0
         self._try_tasks = min(2 * self._try_tasks, MOST_TRY_TASKS)
 
@@ -275,7 +278,7 @@ class RingManager:
         """
         self.void()
         successor = copy.copy(self)
-        successor.tasks, successor.held = {}, deque()
+        successor.tasks, successor.held, successor.cost = {}, deque(), HoldingCost()
         successor._inherited = self.ring is not None and self.ring.locked and not self._grown
         # A ring that is not locked costs less to make again than to keep; a ring that is too small would be replaced
         # anyway.
