@@ -18,6 +18,7 @@ of them sees the other, and no task stays behind that the consumer waits for.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from math import inf
 from time import perf_counter
@@ -52,6 +53,8 @@ class HeldTasks:
         """How many callers wait for the next batch."""
         self.waited = 0.0
         """Seconds for which callers have waited so far. Written by the consumer's thread."""
+        self.timer: asyncio.TimerHandle | None = None
+        """Calls `send` again after the time that it returned."""
 
     def hold(self, worker: int, epoch: int, seq: int, packed: bytes) -> bool:
         """Hold the task back, if it had better wait. Call `send` if this returns True. In the loop's thread."""
@@ -102,6 +105,12 @@ class HeldTasks:
             return 0.0
         # A consumer that does not wait asks again.
         return left if self.awaiting else inf
+
+    def cancel_timer(self) -> None:
+        """Let nothing call `send`. In the loop's thread."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
 
     def clear(self) -> None:
         """Drop all: their epoch is over."""

@@ -108,7 +108,6 @@ class WorkerPool:
         self.rings = inherited or [source.ring_manager(*ring_options) for _ in setup.starts]
         # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
         self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
-        self._held_timer: asyncio.TimerHandle | None = None
         self._inboxes: list[Inbox] = []
         self._streams = bool(setup.starts[0].streams)  # whether each worker serves streams of the dataset
         self._listener: Listener | None = None
@@ -287,7 +286,7 @@ class WorkerPool:
             return
         if watchdog is not None:
             watchdog.close()
-        self._cancel_held_timer()
+        self.held.cancel_timer()
         for process in self.processes:
             process.unlisten(loop)
 
@@ -323,18 +322,12 @@ class WorkerPool:
 
     def send_held(self) -> None:
         """Send the tasks that were held back and need not wait any more."""
-        self._cancel_held_timer()
+        self.held.cancel_timer()
         wait = self.held.send(self._send_task)
         if wait < inf and self._loop is not None:
-            self._held_timer = self._loop.call_later(wait, self._on_held_timer)
-
-    def _cancel_held_timer(self) -> None:
-        if self._held_timer is not None:
-            self._held_timer.cancel()
-            self._held_timer = None
+            self.held.timer = self._loop.call_later(wait, self._on_held_timer)
 
     def _on_held_timer(self) -> None:
-        self._held_timer = None
         try:
             self.send_held()
         except Exception as error:  # as no memory for a larger ring

@@ -11,7 +11,7 @@ from __future__ import annotations
 PART = 0.02
 """The part of a worker's time that may be lost."""
 
-_TASKS = 16  # that the times are counted over
+_TASKS = 32  # that the times are counted over
 _TURN_S = 2e-4  # from sending a task to a worker without one until it has begun
 
 
