@@ -214,13 +214,15 @@ class AsyncInlineIterator(Generic[B_co]):
     async def _fetched(self) -> tuple[Any, Any]:
         epoch = self._epoch
         if epoch.prefetcher is not None:
-            return await epoch.prefetcher.take(self._records)
+            with epoch.measured_on_loop():
+                return await epoch.prefetcher.take(self._records)
         index = await self._cancellably(epoch.next_index_async())
         if not epoch.reader.asynchronous:
             fetch = epoch.fetcher(epoch.reader.fetch, perf_counter())
             return index, await self._place.fetch_in_thread(fetch, index, self._records)
         await epoch.context.open()
-        return index, await epoch.reader.fetch_async(index, self._records)
+        with epoch.measured_on_loop():
+            return index, await epoch.reader.fetch_async(index, self._records)
 
     async def _cancellably(self, work: Awaitable[T]) -> T:
         # Tells `aclose` that the pending batch may be cancelled: here no call of the dataset is in progress.

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import nullcontext
-from time import perf_counter, thread_time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_NOTHING = nullcontext()
 _LOOK_S = 0.02  # between two batches that are measured more closely
 
 
@@ -128,6 +129,8 @@ class InlineEpoch:
             # Weak, because the loader keeps the position of its newest iterator, which must not keep the dataset's
             # reader.
             progress.live = weakref.WeakMethod(reader.live_cursor)
+        self.on_loop = reader.asynchronous or self.source is not None
+        """Whether the dataset is read on an event loop, also where no thread of the consumer runs one."""
         self.context = self.reader.context()
         self._tuning = self._tuned()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
@@ -250,7 +253,8 @@ class InlineEpoch:
         statistics.waiting_since = begin
         try:
             # The test that `fetcher` makes is repeated here, which saves its call for most batches.
-            index, batch = (fetch if begin < statistics.look_closely_at else self.fetcher(fetch, begin))(records)
+            plain = begin < statistics.look_closely_at or self.on_loop  # on a loop it is measured there
+            index, batch = (fetch if plain else self.fetcher(fetch, begin))(records)
             # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
             if self.agreement is not None and not self.agreement.batch():
                 raise EndOfData
@@ -280,22 +284,33 @@ class InlineEpoch:
 
     def fetcher(self, fetch: Callable[P, T], begin: float) -> Callable[P, T]:
         """The same function; now and then one that also records how much of the time it computes, and how long it is
-        kept from that.
+        kept from that. Call it in the thread that reads the dataset.
         """
         if begin < self.statistics.look_closely_at:
             return fetch
-        self.statistics.look_closely_at = begin + _LOOK_S
 
         def measured(*args: P.args, **options: P.kwargs) -> T:
-            delayed, computed, began = thread_delay(), thread_time(), perf_counter()
-            result = fetch(*args, **options)
-            recorder = self._recorder
-            recorder.add("sampled_s", perf_counter() - began)
-            recorder.add("sampled_cpu_s", thread_time() - computed)
-            recorder.add("delayed_s", thread_delay() - delayed)
-            return result
+            with self._measured(begin, thread_time):
+                return fetch(*args, **options)
 
         return measured
+
+    def measured_on_loop(self) -> AbstractContextManager[None]:
+        """Now and then, record how much of the block's time samples compute that are made on this loop, or in threads
+        beside it: the consumer waits meanwhile, so what this process computes is theirs.
+        """
+        begin = perf_counter()
+        return _NOTHING if begin < self.statistics.look_closely_at else self._measured(begin, process_time)
+
+    @contextmanager
+    def _measured(self, begin: float, clock: Callable[[], float]) -> Generator[None]:
+        self.statistics.look_closely_at = begin + _LOOK_S
+        delayed, computed, began = thread_delay(), clock(), perf_counter()
+        yield
+        recorder = self._recorder
+        recorder.add("sampled_s", perf_counter() - began)
+        recorder.add("sampled_cpu_s", clock() - computed)
+        recorder.add("delayed_s", thread_delay() - delayed)
 
     def start_transfer(self, batch: Any) -> Ready:
         """Begin to copy a batch to the device. Runs in any thread."""

@@ -86,8 +86,7 @@ class SyncInlineIterator(CountedNext):
         self._owner = os.getpid()
         self._bridge: Bridge | None = None
         self._epoch = InlineEpoch(loader, statistics, keeper, self, progress, alone=True)
-        self._uses_loop = self._epoch.reader.asynchronous or self._epoch.source is not None
-        if self._uses_loop:
+        if self._epoch.on_loop:
             # An iterator that was dropped leaves the dataset's context before this iterator enters it.
             bridge.wait_for_releases()
             bridge.acquire()
@@ -100,7 +99,7 @@ class SyncInlineIterator(CountedNext):
         if epoch.closed:
             raise LoaderClosed(_CLOSED)
         epoch.refresh()
-        fetch = self._fetch_on_bridge if self._uses_loop else self._fetch_here
+        fetch = self._fetch_on_bridge if epoch.on_loop else self._fetch_here
         if self._profiled:
             fetch = partial(_in_range, fetch)
         with recording(epoch.statistics.recorder):
@@ -190,7 +189,7 @@ async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSamp
     try:
         if epoch.prefetcher is not None:
             epoch.start_ahead(epoch.prefetcher, ahead)
-        with UnexpectedCancellation("the dataset's or sampler's"):
+        with UnexpectedCancellation("the dataset's or sampler's"), epoch.measured_on_loop():
             if epoch.prefetcher is not None:
                 return await epoch.prefetcher.take(records)
             index = await epoch.next_index_async()
