@@ -34,7 +34,12 @@ def _layout_is_known() -> bool:
     generator: Any = np.random.MT19937(1)
     state = generator.state["state"]
     expected = state["key"].tobytes() + int(state["pos"]).to_bytes(4, sys.byteorder)
-    return bool(ctypes.string_at(generator.ctypes.state_address, _STATE_BYTES) == expected)
+    return bool(_memory_of(generator).raw == expected)
+
+
+@functools.lru_cache(maxsize=1)  # which keeps the generator, and so its memory, alive
+def _memory_of(generator: Any) -> Any:
+    return (ctypes.c_char * _STATE_BYTES).from_address(generator.ctypes.state_address)
 
 
 def numpy_mark() -> Any:
@@ -52,15 +57,15 @@ def save_numpy_state() -> Callable[[], None]:
     generator = _get_generator()
     if type(generator) is not np.random.MT19937 or not _layout_is_known():
         return functools.partial(_set_state, _get_state(legacy=False))
-    address: int = generator.ctypes.state_address
-    words = ctypes.string_at(address, _STATE_BYTES)
+    memory = _memory_of(generator)
+    words = memory.raw
     state = None
     try:
         normal = _normal()
-        if ctypes.string_at(address, _STATE_BYTES) == words:
+        if memory.raw == words:
             state = _with_second(words, normal)
     finally:  # also after Ctrl-C
-        restore = functools.partial(_restore, generator, address, words, state)
+        restore = functools.partial(_restore, generator, memory, words, state)
         restore()
     return restore
 
@@ -74,8 +79,8 @@ def _with_second(words: bytes, normal: float) -> tuple[Any, ...]:
     return "MT19937", key, int.from_bytes(words[_KEY_BYTES:], sys.byteorder), 1, normal
 
 
-def _restore(generator: Any, address: int, words: bytes, with_second: tuple[Any, ...] | None) -> None:
-    """Set the words, or the whole state. `generator` is named, so that the memory at the address lives."""
+def _restore(generator: Any, memory: Any, words: bytes, with_second: tuple[Any, ...] | None) -> None:
+    """Set the words, or the whole state. `generator` is named, so that its memory lives."""
     if _get_generator() is not generator:  # a sample's code has replaced it
         _set_generator(generator)
     if with_second is not None:
@@ -83,4 +88,4 @@ def _restore(generator: Any, address: int, words: bytes, with_second: tuple[Any,
         return
     _seed(0)  # drops the second normal number of a pair
     with generator.lock:
-        ctypes.memmove(address, words, _STATE_BYTES)
+        memory.raw = words

@@ -29,6 +29,7 @@ import torch
 from asyncloader.errors import warn_aside
 from asyncloader.workers.fetch.numpy_state import numpy_mark, save_numpy_state
 from asyncloader.workers.fetch.plain_context import plain_context
+from asyncloader.workers.fetch.random_state import save_random_state
 
 BatchPosition: TypeAlias = int | tuple[int, ...]
 """The position of a batch's first sample, whose followers are its neighbours in the order; or of each sample."""
@@ -231,12 +232,12 @@ def _mix(word: int) -> int:
 def global_generators_kept() -> Generator[None]:
     """Restore the process-global generators and the current sample afterwards: for loading in the caller's process."""
     outer = _current.get()
-    restore_numpy = save_numpy_state()
-    ours, torch_state = random.getstate(), torch.default_generator.get_state()
+    restore_random, restore_numpy = save_random_state(), save_numpy_state()
+    torch_state = torch.default_generator.get_state()
     try:
         yield
     finally:
-        random.setstate(ours)
+        restore_random()
         restore_numpy()
         torch.default_generator.set_state(torch_state)
         _current.set(outer)
