@@ -152,6 +152,8 @@ class _Host:
         try:
             sock = socket.socket(fileno=self._channel.take_fd())
             sock.setblocking(False)
+            # As for a task: `worker_init_fn` and a dataset of its own may hang, or end the process.
+            self._recorder.put(CONNECTION_KEY, opening.number)
             channel = ConnectionChannel(sock, self._loop)
             # The first connection reads the process's own copy, which was made to look at it: it is as good as new.
             made = self._made if self._shared or self._fresh else None
@@ -165,6 +167,8 @@ class _Host:
             if channel is not None:
                 channel.close()
             return None
+        finally:
+            self._recorder.put(CONNECTION_KEY, 0)
         connection = HostedConnection(opening, channel, runner)
         self._add(connection)
         return connection

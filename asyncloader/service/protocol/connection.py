@@ -180,22 +180,23 @@ class Link:
                     target.release()
                     yield Message(header, bytes(body))
             else:
-                room = self._room()
-                number = self._fill(room)
-                if number is None:
+                # Until a call finds nothing, also behind a short read: uvloop calls the reader of a connection that was
+                # reset only once, even if bytes are left or the end was not read.
+                if self._fill(self._room()) is None:
                     break
                 yield from self._split()
-                # TCP had no more bytes than these, so another call would find none. Not so with TLS, whose records may
-                # be shorter, nor on a Unix socket, where a call ends behind a message with a descriptor.
-                if number < room.nbytes and not (self._tls or self._unix):
-                    break
-            # Bytes that OpenSSL has decrypted already do not make the socket readable: the loop would not wake for
-            # them.
-            if self.received >= until and not (self._tls and self.sock.pending()):  # type: ignore[attr-defined]
+            if self.received >= until and not self._is_forgotten():
                 break
         # Also after a full turn: if fewer bytes are missing than the number set before, the socket would never count as
         # readable again.
         self._wake_at(1 if self._reading is None else self._reading[0].payload - self._got)
+
+    def _is_forgotten(self) -> bool:
+        """Whether the event loop would not wake for the bytes that are left."""
+        # Bytes that OpenSSL has decrypted already do not make the socket readable. A connection that was reset was
+        # reported, and is not again (see `receive`).
+        decrypted = self._tls and self.sock.pending()  # type: ignore[attr-defined]
+        return bool(decrypted or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _split(self) -> Iterator[Message]:
         while self._reading is None and self._end - self._start >= HEADER_BYTES:
