@@ -166,9 +166,11 @@ class _Host:
             self._report(opening.number, error, at_task=False)
             if channel is not None:
                 channel.close()
+            channel = None
+        # Not after a SystemExit, which ends this process: the node still reads whose it was.
+        self._recorder.put(CONNECTION_KEY, 0)
+        if channel is None:
             return None
-        finally:
-            self._recorder.put(CONNECTION_KEY, 0)
         connection = HostedConnection(opening, channel, runner)
         self._add(connection)
         return connection
