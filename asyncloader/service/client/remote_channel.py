@@ -259,7 +259,7 @@ class RemoteChannel:
             try:
                 self._send(frames.PING)
             except ConnectionError as error:
-                self._end(str(error))
+                self._end(f"the connection broke ({error})")
                 return
         self._timer = loop.call_later(_CHECK_S, self._check)
 
