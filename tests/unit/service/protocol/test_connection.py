@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -112,6 +114,31 @@ def test_a_reader_that_waits() -> None:
             got += len(list(receiver.receive()))
         assert sent == [0, 1, 2]
         assert [(task, bytes(data)) for task, data in found] == [(task, payload) for task in range(3)]
+
+
+@pytest.mark.loops
+async def test_the_end_behind_a_message() -> None:
+    """It is read with the message: of a connection that was reset, uvloop calls the reader only once."""
+    loop, got = asyncio.get_running_loop(), list[int]()
+    ended = loop.create_future()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        link = Link(listener.accept()[0])
+    ours.sendall(pack_header(7, 0))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    ours.close()
+
+    def read() -> None:
+        got.extend(message.header.kind for message in link.receive())
+        if link.ended:
+            loop.remove_reader(link.fileno())
+            ended.set_result(None)
+
+    loop.add_reader(link.fileno(), read)
+    async with asyncio.timeout(PATIENCE_S):
+        await ended
+    link.close()
+    assert got == [7]
 
 
 def test_a_closed_link_lets_go() -> None:
