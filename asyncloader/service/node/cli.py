@@ -81,10 +81,10 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
     node = Node(_served(options), _workers(options), _token(options), _tls(options))
     listen = options["listen"] or ["127.0.0.1:7070"]
     _check_open_addresses(listen, options)
-    ended = asyncio.Event()
+    ended, hurried = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+    loop.add_signal_handler(signal.SIGINT, lambda: (hurried if ended.is_set() else ended).set())
     metrics, view = MetricsEndpoint(node), NodeView(node)
     try:
         await view.open()
@@ -93,7 +93,8 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
         # Two tasks: datasets may take minutes to be made, and a signal ends the node before.
         starting = loop.create_task(node.start())
         stopping = loop.create_task(ended.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        tasks: list[asyncio.Task[Any]] = [starting, stopping]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             # Only now, because the node ends if a dataset cannot be made.
@@ -107,9 +108,10 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
             say(json.dumps(said))
             await stopping
             metrics.ready = False  # first, so that a load balancer sends no more loaders
-            _log.info("draining: no more loaders, and no more tasks")
-            await node.drain(DRAIN_S)
-        for task in (starting, stopping):
+            _log.info("draining: no more loaders, and no more tasks; Ctrl-C ends the tasks in work, too")
+            tasks += [loop.create_task(node.drain(DRAIN_S)), loop.create_task(hurried.wait())]
+            await asyncio.wait(tasks[2:], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
