@@ -355,8 +355,8 @@ def on_any_node(
         # A loader whose other workers deliver makes progress, so the time without progress counts.
         waited = now - max(began, delivered_at() if delivered_at is not None else began)
         text = "; ".join(answers.values()) or "none is ready"
-        # Every node has another version, definition or dataset: waiting would only delay the error. Asked twice, because
-        # a byte that was damaged on the way looks like another version, or a wrong token.
+        # Every node has another version, definition or dataset: waiting would only delay the error. They were asked
+        # twice, because a byte that was damaged on the way looks like another version, or a wrong token.
         if final and answers and repeated:
             raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
         if waited >= service.wait or (closed is not None and closed.is_set()):

@@ -84,7 +84,11 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
     ended, hurried = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, ended.set)
-    loop.add_signal_handler(signal.SIGINT, lambda: (hurried if ended.is_set() else ended).set())
+
+    def interrupt() -> None:
+        (hurried if ended.is_set() else ended).set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     metrics, view = MetricsEndpoint(node), NodeView(node)
     try:
         await view.open()

@@ -16,8 +16,8 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader import Mixture, RemoteIterableDataset
 from asyncloader.service.definition import Made
-from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.node import worker_host
+from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
     ConnectionLoop,
