@@ -203,7 +203,7 @@ def _tls(options: dict[str, Any]) -> ssl.SSLContext | None:
     files = {name: options[name] or None for name in ("tls_cert", "tls_key", "tls_ca")}
     given = " ".join(f"--{name.replace('_', '-')} {path}" for name, path in files.items() if path)
     with _named(given, "give PEM files that this process can read, and a key that fits the certificate"):
-        return server_tls(*files.values())
+        return server_tls(options["tls_cert"], files["tls_key"], files["tls_ca"])
 
 
 def _check_open_addresses(listen: Sequence[str], options: dict[str, Any]) -> None:

@@ -149,6 +149,7 @@ class _Host:
 
     def _open(self, opening: ConnectionOpening) -> HostedConnection | None:
         channel: ConnectionChannel | None = None
+        runner: TaskRunner | None = None
         try:
             sock = socket.socket(fileno=self._channel.take_fd())
             sock.setblocking(False)
@@ -166,10 +167,9 @@ class _Host:
             self._report(opening.number, error, at_task=False)
             if channel is not None:
                 channel.close()
-            channel = None
         # Not after a SystemExit, which ends this process: the node still reads whose it was.
         self._recorder.put(CONNECTION_KEY, 0)
-        if channel is None:
+        if channel is None or runner is None:
             return None
         connection = HostedConnection(opening, channel, runner)
         self._add(connection)
