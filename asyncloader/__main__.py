@@ -8,9 +8,12 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    from asyncloader.commands.command_line import run
+    try:
+        from asyncloader.commands.command_line import run
 
-    return run(argv)
+        return run(argv)
+    except KeyboardInterrupt:  # before a command has begun, which handles it from then on
+        return 130
 
 
 if __name__ == "__main__":

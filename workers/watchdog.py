@@ -165,7 +165,11 @@ class TaskWatchdog:
                 self._catch_up(worker)
                 due = self._deadline(worker)
             if due is not None and due <= reached:
-                taken = now - max(next(iter(self._tasks[worker].values())), self._since[worker])
+                # A start-up is not a task's: tasks may have been assigned at its end only.
+                began = self._since[worker]
+                if not self._starting[worker]:
+                    began = max(next(iter(self._tasks[worker].values())), began)
+                taken = now - began
                 # Before `_arm` below, which would otherwise set the timer for a worker that is being killed.
                 self.forget(worker)
                 self._on_timeout(worker, taken)

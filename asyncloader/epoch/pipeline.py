@@ -399,7 +399,8 @@ class Pipeline(Listener):
         self.notices.append(Notice(left, warning))
         death, lost = self._deaths.pop(worker)
         if lost:
-            _log.warning("worker %d goes on elsewhere. %s", worker, death.reason)
+            ended = "" if death.exitcode is None else f" Its process died: {ending(death.exitcode)}."
+            _log.warning("worker %d goes on elsewhere. %s%s", worker, death.reason, ended)
         else:
             why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
             reason = f"{why}. {death.reason}".removesuffix(". ") if death.pid else death.reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -9,10 +10,12 @@ from pathlib import Path
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from asyncloader import DataLoader
+from asyncloader.service.node.admission import Refused
 from asyncloader.service.node.server import Node
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
@@ -87,6 +90,19 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
         node.kill()  # not asked to exit: without a descriptor left, uvloop's end is a traceback in the process's log
+
+
+async def test_a_node_that_can_open_no_more_files() -> None:
+    """It says so to the loader, which may find another node, and asks again."""
+    node: Any = Node([], 1)
+    ours, theirs = socket.socketpair()
+    host: Any = SimpleNamespace(begun=AsyncMock(), setup=SimpleNamespace(arguments={}))
+    host.open = AsyncMock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+    opening = SimpleNamespace(share=False, loader="loader", worker=0, credits=4)
+    with ours, theirs, pytest.raises(Refused, match="ulimit -n") as caught:
+        await node._open(Link(theirs), "here", host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
+    assert caught.value.for_now
+    assert not node.sessions
 
 
 async def test_a_connection_that_is_opened_while_the_node_drains() -> None:

@@ -48,6 +48,14 @@ MISTAKES = {
     "an open definition that is not served": ([NUMBERS, "--open", "train"], "--open train: numbers is served"),
     "the whole world": ([NUMBERS, "--listen", "0.0.0.0:0"], "can be reached from other machines: give --token-file"),
     "no port": ([NUMBERS, "--listen", "127.0.0.1"], "is no address: give host:port or unix:/path"),
+    "no such folder": (
+        [NUMBERS, "--listen", "unix:/no/node"],
+        "--listen unix:/no/node: No such file or directory: give",
+    ),
+    "no such certificate": (
+        [NUMBERS, "--tls-cert", "/no", "--tls-key", "/key"],
+        "--tls-cert /no --tls-key /key: No such",
+    ),
     "no workers": ([NUMBERS, "--workers", "0"], "--workers 0: give a number of processes, at least 1"),
     "a key without a certificate": ([NUMBERS, "--tls-key", "key"], "--tls-key and --tls-ca need --tls-cert"),
     "no such file": ([NUMBERS, "--token-file", "/nowhere"], "No such file or directory: '/nowhere'"),

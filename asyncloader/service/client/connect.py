@@ -306,6 +306,7 @@ def on_any_node(
         ServiceUnavailable: no node could be used, and no other connection delivered, for `service.wait` seconds.
     """
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
+    repeated = False  # whether all nodes had refused finally in the round before
     while True:
         if isinstance(service, SharedService):
             service.start_if_missing()
@@ -354,14 +355,16 @@ def on_any_node(
         # A loader whose other workers deliver makes progress, so the time without progress counts.
         waited = now - max(began, delivered_at() if delivered_at is not None else began)
         text = "; ".join(answers.values()) or "none is ready"
-        # Every node has another version, definition or dataset: waiting would only delay the error.
-        if final and answers:
+        # Every node has another version, definition or dataset: waiting would only delay the error. They were asked
+        # twice, because a byte that was damaged on the way looks like another version, or a wrong token.
+        if final and answers and repeated:
             raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
         if waited >= service.wait or (closed is not None and closed.is_set()):
             raise ServiceUnavailable(f"no node of {service.url} was there for {waited:.0f} seconds: {text}")
         if now - began >= _SAY_AFTER_S and not said:
             said = True
             _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, now - began, text)
+        repeated = final and bool(answers)
         # A wait that `closed` ends at once. It ends early for a node whose rest is over.
         (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)

@@ -248,7 +248,7 @@ class RemoteChannel:
         # blocked the loop, uvloop runs timers before readers, and the 256 KiB that wake the reader may take long to
         # come. Checks are counted, and not seconds: a loop that was blocked for a minute has missed the answers of one
         # check.
-        came = self.received + self._link.unread
+        came = self._link.arrived
         if self._seen != came:
             self._seen, self._pings = came, 0
         elif self._pings >= _MOST_PINGS:
@@ -259,7 +259,7 @@ class RemoteChannel:
             try:
                 self._send(frames.PING)
             except ConnectionError as error:
-                self._end(str(error))
+                self._end(f"the connection broke ({error})")
                 return
         self._timer = loop.call_later(_CHECK_S, self._check)
 

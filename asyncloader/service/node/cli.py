@@ -11,7 +11,7 @@ import os
 import signal
 import ssl
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from asyncloader.service.node.admission import Served
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
 from asyncloader.service.node.node_log import set_up_log
 from asyncloader.service.node.server import DRAIN_S, Node
+from asyncloader.service.protocol.address import MOST_PATH
 from asyncloader.service.protocol.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
 
@@ -81,23 +82,29 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
     node = Node(_served(options), _workers(options), _token(options), _tls(options))
     listen = options["listen"] or ["127.0.0.1:7070"]
     _check_open_addresses(listen, options)
-    ended = asyncio.Event()
+    ended, hurried = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ended.set)
+    loop.add_signal_handler(signal.SIGTERM, ended.set)
+
+    def interrupt() -> None:
+        (hurried if ended.is_set() else ended).set()
+
+    loop.add_signal_handler(signal.SIGINT, interrupt)
     metrics, view = MetricsEndpoint(node), NodeView(node)
     try:
         await view.open()
         if options["metrics"]:
-            await metrics.listen(options["metrics"])
+            with _named(f"--metrics {options['metrics']}", "give a port that is free, at an address of this machine"):
+                await metrics.listen(options["metrics"])
         # Two tasks: datasets may take minutes to be made, and a signal ends the node before.
         starting = loop.create_task(node.start())
         stopping = loop.create_task(ended.wait())
-        await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        tasks: list[asyncio.Task[Any]] = [starting, stopping]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
             # Only now, because the node ends if a dataset cannot be made.
-            addresses = [await node.listen(address) for address in listen]
+            addresses = [await _listen(node, address) for address in listen]
             metrics.ready, view.addresses = True, addresses
             said: dict[str, Any] = {"listening": addresses[0], "addresses": addresses, "pid": os.getpid()}
             if view.path:
@@ -107,9 +114,10 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
             say(json.dumps(said))
             await stopping
             metrics.ready = False  # first, so that a load balancer sends no more loaders
-            _log.info("draining: no more loaders, and no more tasks")
-            await node.drain(DRAIN_S)
-        for task in (starting, stopping):
+            _log.info("draining: no more loaders, and no more tasks; Ctrl-C ends the tasks in work, too")
+            tasks += [loop.create_task(node.drain(DRAIN_S)), loop.create_task(hurried.wait())]
+            await asyncio.wait(tasks[2:], return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
@@ -117,6 +125,25 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
         await metrics.close()
         await view.close()
         await node.close()
+
+
+async def _listen(node: Node, address: str) -> str:
+    advice = "give a port that is free, at an address of this machine"
+    if address.startswith("unix:"):
+        advice = (
+            f"give a path of {MOST_PATH} bytes at most, of no file, in a folder with room where this user may write"
+        )
+    with _named(f"--listen {address}", advice):
+        return await node.listen(address)
+
+
+@contextlib.contextmanager
+def _named(option: str, advice: str) -> Generator[None]:
+    """Context whose OSErrors name this option, and what to do: Python's own do not."""
+    try:
+        yield
+    except OSError as error:
+        raise _Mistake(f"{option}: {error.strerror or error}: {advice}") from None
 
 
 def _served(options: dict[str, Any]) -> list[Served]:
@@ -173,7 +200,10 @@ def _tls(options: dict[str, Any]) -> ssl.SSLContext | None:
         if options["tls_key"] or options["tls_ca"]:
             raise _Mistake("--tls-key and --tls-ca need --tls-cert")
         return None
-    return server_tls(options["tls_cert"], options["tls_key"] or None, options["tls_ca"] or None)
+    files = {name: options[name] or None for name in ("tls_cert", "tls_key", "tls_ca")}
+    given = " ".join(f"--{name.replace('_', '-')} {path}" for name, path in files.items() if path)
+    with _named(given, "give PEM files that this process can read, and a key that fits the certificate"):
+        return server_tls(options["tls_cert"], files["tls_key"], files["tls_ca"])
 
 
 def _check_open_addresses(listen: Sequence[str], options: dict[str, Any]) -> None:

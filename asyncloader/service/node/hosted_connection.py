@@ -168,7 +168,12 @@ class ConnectionLoop(AsyncTaskLoop):
         self._failed = failed
 
     def _readable(self) -> None:
-        super()._readable()
+        # Until nothing is left: uvloop calls the reader of a socket whose other end was closed with bytes unread only
+        # once, and the end comes behind the bytes.
+        before = -1
+        while self._channel.received != before and not (self._channel.full or self._done.done()):
+            before = self._channel.received
+            super()._readable()
         # A task on the loop begins when it is read. So a loader that does not read its batches is not read from, until
         # `_sent` is called: its answers would fill the memory.
         if self._channel.full:

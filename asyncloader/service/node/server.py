@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import socket
@@ -230,7 +231,7 @@ class Node:
         except OSError as error:
             # No descriptor is left. The connection stays in the backlog, and the listener readable: without a pause the
             # loop would do nothing else, and established connections would not go on.
-            _log.warning("a connection could not be accepted: %s", error)
+            _log.warning("a connection could not be accepted: %s: raise this node's limit (ulimit -n)", error)
             loop.remove_reader(listener.fileno())
             loop.call_later(_PAUSE_S, self._accept_again, listener)
             return
@@ -497,8 +498,11 @@ class Node:
         try:
             await wait_for(host.begun(), link)
             number, pid = await host.open(opening, info, make_end)
-        except BaseException:
+        except BaseException as error:
             self._forget(quota)
+            if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+                # Not the loader's end, for which `_admit` takes an OSError.
+                raise Refused("this node can open no more files: raise its limit (ulimit -n)", for_now=True) from None
             raise
         assert connection is not None
         self._connections.add(connection)

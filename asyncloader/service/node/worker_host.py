@@ -149,9 +149,12 @@ class _Host:
 
     def _open(self, opening: ConnectionOpening) -> HostedConnection | None:
         channel: ConnectionChannel | None = None
+        runner: TaskRunner | None = None
         try:
             sock = socket.socket(fileno=self._channel.take_fd())
             sock.setblocking(False)
+            # As for a task: `worker_init_fn` and a dataset of its own may hang, or end the process.
+            self._recorder.put(CONNECTION_KEY, opening.number)
             channel = ConnectionChannel(sock, self._loop)
             # The first connection reads the process's own copy, which was made to look at it: it is as good as new.
             made = self._made if self._shared or self._fresh else None
@@ -164,6 +167,9 @@ class _Host:
             self._report(opening.number, error, at_task=False)
             if channel is not None:
                 channel.close()
+        # Not after a SystemExit, which ends this process: the node still reads whose it was.
+        self._recorder.put(CONNECTION_KEY, 0)
+        if channel is None or runner is None:
             return None
         connection = HostedConnection(opening, channel, runner)
         self._add(connection)

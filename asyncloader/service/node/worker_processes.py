@@ -54,7 +54,7 @@ _FAILED_S = 60.0
 """Seconds in which a process gets no connections after one ended at no task, if there are other processes."""
 _STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
-_BUSY = "Its process was at another loader's task."
+_BUSY = "Its process was at the task of another worker connection."
 
 
 class NotMade(Exception):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
+
+MOST_PATH = 103 if sys.platform == "darwin" else 107
+"""Bytes of a Unix socket's path, at most."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +112,13 @@ def _nothing() -> None:
 
 def _check_address(address: str) -> None:
     if address.startswith("unix:"):
-        if len(address) > len("unix:"):
+        length = len(os.fsencode(address)) - len("unix:")
+        if length > MOST_PATH:
+            raise ValueError(
+                f"workers={address!r} is no address: a Unix socket's path has {MOST_PATH} bytes at most, and this has "
+                f"{length}: give a shorter path"
+            )
+        if length:
             return
     else:
         with contextlib.suppress(ValueError):  # of `urlsplit`, too: a bracket that is not closed

@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import socket
 import ssl
+import struct
 import sys
 import termios
 from collections import deque
@@ -28,6 +29,7 @@ _SMALL = 96 << 10  # bytes of a payload that may be copied, and is sent together
 _READ_SMALL = 1 << 18  # bytes that are read at a time while payloads are small
 _TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
+_BYTES_RECEIVED = struct.Struct("=128xQ")  # of `struct tcp_info`
 _FD_BYTES = socket.CMSG_SPACE(4)  # one, and with the padding of most systems a second
 
 
@@ -86,14 +88,20 @@ class Link:
         return self.sock.fileno()
 
     @property
-    def unread(self) -> int:
-        """Bytes that the kernel has received and that were not read yet.
+    def arrived(self) -> int:
+        """A number that grows with each byte that comes from the other end, also while none is read.
 
         Raises:
             OSError: the link is closed.
         """
         # Not `select`: below the number of `_wake_at`, the socket does not count as readable.
-        return int.from_bytes(fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        unread = int.from_bytes(fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4)), sys.byteorder)
+        encrypted = 0
+        if self._tls and hasattr(socket, "TCP_INFO"):
+            # OpenSSL takes the bytes of a record from the kernel, and returns none before it has all 16 KiB.
+            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
+            encrypted = _BYTES_RECEIVED.unpack(info)[0] if len(info) == _BYTES_RECEIVED.size else 0
+        return self.received + unread + encrypted
 
     # -------------------------------------------------------------------------------------------- sending
 
@@ -180,22 +188,23 @@ class Link:
                     target.release()
                     yield Message(header, bytes(body))
             else:
-                room = self._room()
-                number = self._fill(room)
-                if number is None:
+                # Until a call finds nothing, also behind a short read: uvloop calls the reader of a connection that was
+                # reset only once, even if bytes are left or the end was not read.
+                if self._fill(self._room()) is None:
                     break
                 yield from self._split()
-                # TCP had no more bytes than these, so another call would find none. Not so with TLS, whose records may
-                # be shorter, nor on a Unix socket, where a call ends behind a message with a descriptor.
-                if number < room.nbytes and not (self._tls or self._unix):
-                    break
-            # Bytes that OpenSSL has decrypted already do not make the socket readable: the loop would not wake for
-            # them.
-            if self.received >= until and not (self._tls and self.sock.pending()):  # type: ignore[attr-defined]
+            if self.received >= until and not self._is_forgotten():
                 break
         # Also after a full turn: if fewer bytes are missing than the number set before, the socket would never count as
         # readable again.
         self._wake_at(1 if self._reading is None else self._reading[0].payload - self._got)
+
+    def _is_forgotten(self) -> bool:
+        """Whether the event loop would not wake for the bytes that are left."""
+        # Bytes that OpenSSL has decrypted already do not make the socket readable. A connection that was reset was
+        # reported, and is not again (see `receive`).
+        decrypted = self._tls and self.sock.pending()  # type: ignore[attr-defined]
+        return bool(decrypted or self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
 
     def _split(self) -> Iterator[Message]:
         while self._reading is None and self._end - self._start >= HEADER_BYTES:

@@ -10,12 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from asyncloader import Service, ServiceUnavailable
 from asyncloader.service.client import connect
-from asyncloader.service.client.connect import answer_of, ask_dataset_info, on_any_node
+from asyncloader.service.client.connect import Unreachable, answer_of, ask_dataset_info, on_any_node
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Challenge, Proof, Welcome
@@ -76,12 +79,13 @@ def test_a_peer_that_claims_to_have_the_token(mirrors: bool) -> None:
     """The peer is refused, also if it sends the loader's own proof back: it could give wrong samples."""
 
     def play() -> None:
-        link = Link(listener.accept()[0])
-        answer_of(link, frames.HELLO)
-        link.send(frames.CHALLENGE, pack_record(Challenge(True, bytes(32))))
-        given = read_record(Proof, answer_of(link, frames.PROOF)).proof
-        link.send(frames.WELCOME, pack_record(Welcome(given if mirrors else b"", DatasetInfo(length=40))))
-        link.close()
+        for _ in range(2):  # the loader asks again
+            link = Link(listener.accept()[0])
+            answer_of(link, frames.HELLO)
+            link.send(frames.CHALLENGE, pack_record(Challenge(True, bytes(32))))
+            given = read_record(Proof, answer_of(link, frames.PROOF)).proof
+            link.send(frames.WELCOME, pack_record(Welcome(given if mirrors else b"", DatasetInfo(length=40))))
+            link.close()
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         service = Service(f"tcp://127.0.0.1:{listener.getsockname()[1]}", token="secret", wait=0.1)
@@ -89,6 +93,14 @@ def test_a_peer_that_claims_to_have_the_token(mirrors: bool) -> None:
         with pytest.raises(ServiceUnavailable, match="it could not prove that it has the token"):
             ask_dataset_info(service, definitions.numbers())
         playing.result(PATIENCE_S)
+
+
+def test_a_refusal_that_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader asks again before it gives up: a byte that was damaged on the way looks like another version."""
+    answers: list[Any] = [Unreachable("another version", final=True), SimpleNamespace(link=None)]
+    monkeypatch.setattr(connect, "_handshake", Mock(side_effect=answers))
+    used = on_any_node(Service("tcp://127.0.0.1:1"), definitions.numbers(), str, lambda _: [(0, 0.0)])
+    assert used == str(answers[1])
 
 
 def test_nobody_waits_any_more() -> None:

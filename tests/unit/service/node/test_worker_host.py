@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from torch.utils.data import IterableDataset, get_worker_info
@@ -14,15 +16,24 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader import Mixture, RemoteIterableDataset
 from asyncloader.service.definition import Made
+from asyncloader.service.node import worker_host
 from asyncloader.service.node.dataset_info import dataset_info_of
-from asyncloader.service.node.hosted_connection import ConnectionSetup, HostedConnection
+from asyncloader.service.node.hosted_connection import (
+    ConnectionChannel,
+    ConnectionLoop,
+    ConnectionSetup,
+    HostedConnection,
+)
 from asyncloader.service.node.worker_host import _CurrentInfo, _Host
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import PlanRequest
+from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder, total
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import channel_pair
 from asyncloader.workers.task_runner import TaskRunner
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 
 
@@ -101,6 +112,43 @@ def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     setup = ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {}), _unasked).load()
     assert len(setup.dataset) == 100
+
+
+@pytest.mark.loops
+async def test_a_loader_that_hangs_up_behind_its_frames() -> None:
+    """Its end is read with them: of a socket that was closed with bytes unread, uvloop calls the reader only once."""
+    ours, theirs = channel_pair()
+    theirs.setblocking(False)
+    theirs.send(b"an answer that is not read")
+    ours.send(wire.pack(wire.ASSIGNMENT, b""))
+    ours.close()
+    taken: list[int] = []
+    channel = ConnectionChannel(theirs, asyncio.get_running_loop())
+    runner = SimpleNamespace(
+        channel=channel, opens=False, stopped=False, control=lambda kind, _: taken.append(kind), close=_nothing
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        await ConnectionLoop(SimpleNamespace(channel=channel, runner=runner), taken.append).run()  # type: ignore[arg-type]
+    assert taken == [wire.ASSIGNMENT]
+    channel.close()
+
+
+async def _nothing() -> None:
+    pass
+
+
+def test_a_connection_whose_start_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node reads whose start it was, as of a task: `worker_init_fn` may exit, or hang."""
+    ours, theirs = channel_pair()
+    recorder = Recorder()
+    host: Any = _Host(SimpleNamespace(take_fd=theirs.detach), recorder, None, None, DatasetInfo())  # type: ignore[arg-type]
+    runner = Mock(side_effect=SystemExit)
+    monkeypatch.setattr(worker_host, "TaskRunner", runner)
+    with pytest.raises(SystemExit):
+        host._open(SimpleNamespace(number=7, worker=0))
+    assert total(recorder.block, CONNECTION_KEY) == 7
+    runner.call_args.args[1].close()
+    ours.close()
 
 
 async def test_a_plan_beside_connections(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,7 @@ def test_a_certificate_without_authorities(files: dict[str, str]) -> None:
         ("tcp://a:1,,", "tcp://"),
         ("tcp://a..b:1", "tcp://a..b:1"),
         ("tcp://[::1", "tcp://[::1"),
+        ("unix:/" + 107 * "a", "unix:/" + 107 * "a"),
     ],
 )
 def test_what_is_no_address(url: str, named: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -114,6 +116,31 @@ def test_a_reader_that_waits() -> None:
         assert [(task, bytes(data)) for task, data in found] == [(task, payload) for task in range(3)]
 
 
+@pytest.mark.loops
+async def test_the_end_behind_a_message() -> None:
+    """It is read with the message: of a connection that was reset, uvloop calls the reader only once."""
+    loop, got = asyncio.get_running_loop(), list[int]()
+    ended = loop.create_future()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        link = Link(listener.accept()[0])
+    ours.sendall(pack_header(7, 0))
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    ours.close()
+
+    def read() -> None:
+        got.extend(message.header.kind for message in link.receive())
+        if link.ended:
+            loop.remove_reader(link.fileno())
+            ended.set_result(None)
+
+    loop.add_reader(link.fileno(), read)
+    async with asyncio.timeout(PATIENCE_S):
+        await ended
+    link.close()
+    assert got == [7]
+
+
 def test_a_closed_link_lets_go() -> None:
     """The owners of unsent payloads are notified, and descriptors that were to be passed are closed."""
     sent: list[int] = []
@@ -175,6 +202,38 @@ def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.Monkey
             sender.sendall((pack_header(1, 500) + bytes(500)) * 30)  # one record
             assert select.select([receiver], [], [], PATIENCE_S)[0]
             assert len(list(receiver.receive())) == 30
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system does not count the bytes")
+def test_a_tls_record_that_comes_slowly(tmp_path: Path) -> None:
+    """Its bytes count while OpenSSL returns none of them: otherwise a slow node would be taken for a silent one."""
+    files = make_authority(tmp_path)
+    node_side, loader_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    node_side.load_cert_chain(files["node_cert"], files["node_key"])
+    loader_side.load_verify_locations(files["ca"])
+    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sender = loader_side.wrap_bio(coming, going, server_hostname="localhost")
+    with connected_by_tcp() as (ours, theirs):
+        with ThreadPoolExecutor(1) as threads:
+            served = threads.submit(node_side.wrap_socket, theirs, server_side=True)
+            while True:
+                try:
+                    sender.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    ours.sendall(going.read())
+                    coming.write(ours.recv(1 << 16))
+            ours.sendall(going.read())
+            receiver = Link(served.result())
+        with ours, closing(receiver):
+            assert not list(receiver.receive())
+            before = receiver.arrived
+            sender.write(bytes(1 << 14))
+            ours.sendall(going.read(1000))
+            assert select.select([receiver], [], [], PATIENCE_S)[0]
+            assert not list(receiver.receive())
+            assert receiver.received == 0
+            assert receiver.arrived == before + 1000
 
 
 def test_a_header_of_another_protocol() -> None:
