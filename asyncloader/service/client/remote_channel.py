@@ -212,7 +212,7 @@ class RemoteChannel:
         return memoryview(segment.map_segment(fd, nbytes))
 
     def _result(self, header: Header, body: bytes) -> bytes:
-        result, template, cursor = wire.unpack_result(body)
+        result = wire.unpack_result(body)[0]
         # The body repeats the header, and decides which batch the pool delivers: both must name a task that is open
         # here.
         key = header.epoch, header.task
@@ -227,8 +227,7 @@ class RemoteChannel:
         # The slot is the loader's, not the node's. The time of sending is that of this machine's clock: `perf_counter`
         # of another machine cannot be compared.
         began = self._began.pop(key, None)
-        result = result._replace(slot=slot, sent=perf_counter() if began is None else began)
-        return wire.pack_result(result, template, cursor)[wire.PREFIX_BYTES :]
+        return wire.place_result(body, slot, perf_counter() if began is None else began)
 
     def take_fd(self) -> int:
         """Return the segment of the batch just received, which the caller then owns."""
