@@ -110,7 +110,28 @@ class RemoteChannel:
             # No number of bytes: the first check sees a difference, and so gives the node a whole interval.
             self._seen, self._loop = -1, loop
             self._timer = loop.call_later(_CHECK_S, self._check)
-        return self._send(wire.TASK, index, epoch, task, traced=sent < 0.0)
+        if asyncio.current_task(loop) is not None:
+            # The user's coroutine takes a batch, and may then compute for long: the task must be on its way before.
+            return self._send(wire.TASK, index, epoch, task, traced=sent < 0.0)
+        # In a callback, often one of several tasks: they go in one call, and wake the node once, when it has returned.
+        if self._link.put(wire.TASK, index, epoch=epoch, task=task, traced=sent < 0.0):
+            loop.call_soon(self._send_put)
+        return True
+
+    def _send_put(self) -> None:
+        """Send the tasks that callbacks have put."""
+        if self.fileno() >= 0 and not self._flush_quietly():
+            asyncio.get_running_loop().add_writer(self.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        if self._flush_quietly():
+            asyncio.get_running_loop().remove_writer(self.fileno())
+
+    def _flush_quietly(self) -> bool:
+        try:
+            return self._link.flush()
+        except OSError:  # the reader sees the end
+            return True
 
     def _send(self, kind: int, body: bytes = b"", epoch: int = 0, task: int = 0, *, traced: bool = False) -> bool:
         try:

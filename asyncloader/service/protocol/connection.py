@@ -70,6 +70,7 @@ class Link:
         """Bytes received so far."""
         self.unsent = SendQueue()
         """The messages that wait to be sent, with their payloads."""
+        self._joined = bytearray()  # messages of `put`, which wait behind those in `unsent`
         self.fds: deque[int] = deque()
         """The descriptor that came with a message, on a Unix socket, until it is taken."""
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -126,6 +127,7 @@ class Link:
         """
         nbytes = 0 if payload is None else payload.nbytes
         head = pack_header(kind, len(body), epoch, task, nbytes, traced=traced) + body
+        self._queue_joined()
         done = 0
         if nbytes <= _SMALL and not (self.unsent or self._tls) and fd < 0:
             # In one call, which wakes the receiver once. After an error, `flush` raises it again.
@@ -142,8 +144,24 @@ class Link:
             self.unsent.put(payload.cast("B")[max(0, done - len(head)) :], (), sent, owned=False)
         return self.flush()
 
+    def put(self, kind: int, body: bytes, *, epoch: int = 0, task: int = 0, traced: bool = False) -> bool:
+        """Queue a message without sending it: the next `send` or `flush` sends all that were put, in one call.
+
+        Args: as `send`. Returns whether it is the first of them, so that the caller has to call `flush` soon.
+        """
+        first = not self._joined
+        self._joined += pack_header(kind, len(body), epoch, task, traced=traced)
+        self._joined += body
+        return first
+
+    def _queue_joined(self) -> None:
+        if self._joined:
+            joined, self._joined = self._joined, bytearray()
+            self.unsent.put(memoryview(joined))
+
     def flush(self) -> bool:
         """Send unsent messages; returns whether none is left. Errors as `send`."""
+        self._queue_joined()
         return self.unsent.flush(self._push)
 
     def _push(self, data: memoryview, fds: Sequence[int]) -> int:
@@ -296,6 +314,7 @@ class Link:
             self.sock.close()
         # A batch that was cut off: the view of its memory would keep the ring, or the batch's segment, mapped.
         self._reading = None
+        self._joined.clear()
         self.unsent.close()
         while self.fds:
             close_quietly(self.fds.popleft())
