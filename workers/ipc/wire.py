@@ -115,10 +115,15 @@ def pack_task(epoch: int, seq: int, slot: int, ring: int, sent: float, index: by
     return _TASK.pack(1 + _TASK_HEAD.size + len(index), TASK, epoch, seq, slot, ring, sent) + index
 
 
-def unpack_task(body: bytes) -> tuple[int, int, int, int, float, bytes]:
-    """Return epoch, sequence number, slot, ring number, time of sending, pickled index."""
-    epoch, seq, slot, ring, sent = _unpack(_TASK_HEAD, body)
-    return epoch, seq, slot, ring, sent, body[_TASK_HEAD.size :]
+def unpack_task(frame: bytes, start: int = 0) -> tuple[int, int, int, int, float, bytes]:
+    """Return epoch, sequence number, slot, ring number, time of sending, pickled index. `start` is the place of the
+    body: 0, or `PREFIX_BYTES` in a whole frame.
+    """
+    end = start + _TASK_HEAD.size
+    if len(frame) < end:
+        raise _cut_off(_TASK_HEAD, frame)
+    epoch, seq, slot, ring, sent = _TASK_HEAD.unpack_from(frame, start)
+    return epoch, seq, slot, ring, sent, frame[end:]
 
 
 def pack_ring(number: int, slots: int, slot_bytes: int) -> bytes:

@@ -369,7 +369,7 @@ class RelayedConnection:
             self._quota.check(result.nbytes)
         ring = self._rings.answered(epoch, task, result.slot, result.nbytes)
         if ring is not None:
-            payload, sent = memoryview(ring.look(result.slot, result.nbytes)), partial(ring.give_back, result.slot)
+            payload, sent = ring.bytes_of(result.slot, result.nbytes), partial(ring.give_back, result.slot)
         elif payload is not None:
             sent = self._own(payload)
         self._batch(body, result, template, payload, sent)
