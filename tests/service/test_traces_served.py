@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.protocol import frames
 from asyncloader.tracing import spans
 from tests.helpers.trace_events import Found, read_trace
@@ -67,13 +66,13 @@ def test_a_node_with_another_clock(node: NodeProcess, tmp_path: Path, monkeypatc
 
 def test_a_node_that_knows_no_traces(node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ignores the wish, and its workers' batches are seen as far as the answers say."""
-    send = RemoteChannel._send
+    pack_header = frames.pack_header
 
-    def send_as_before(self: RemoteChannel, *args: Any, traced: bool = False) -> bool:
+    def pack_as_before(*args: int, traced: bool = False) -> bytes:
         del traced
-        return send(self, *args)
+        return pack_header(*args)
 
-    monkeypatch.setattr(RemoteChannel, "_send", send_as_before)
+    monkeypatch.setattr("asyncloader.service.protocol.connection.pack_header", pack_as_before)
     found = traced(node.tcp, tmp_path / "a.json", definitions.numbers())
     assert len(found.delivered) == 20
     assert found.ways == dict.fromkeys(found.delivered, WAY)

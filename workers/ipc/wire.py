@@ -70,8 +70,10 @@ _SIZE = struct.Struct("=I")
 _ANSWER_HEAD = struct.Struct("=IQd")  # epoch, seq, busy
 _ASK_HEAD = struct.Struct("=IQQ")  # epoch, number, batch
 _ASSIGNMENT_HEAD = struct.Struct("=IQ")  # epoch, number
-_RESULT = struct.Struct("=IBIQiQQIdBId")
-_RESULT_HEAD = struct.Struct("=IQiQQIdBId")
+_RESULT = struct.Struct("=IBIQiQQId?Id")
+_RESULT_HEAD = struct.Struct("=IQiQQId?Id")
+_SLOT, _SLOT_AT = struct.Struct("=i"), struct.calcsize("=IQ")  # within that head, as `sent` below
+_SENT, _SENT_AT = struct.Struct("=d"), struct.calcsize("=IQiQQId?I")
 
 MOST_FRAME = 1 << 31
 """Bytes of a frame, at most, unless a splitter says otherwise."""
@@ -113,10 +115,15 @@ def pack_task(epoch: int, seq: int, slot: int, ring: int, sent: float, index: by
     return _TASK.pack(1 + _TASK_HEAD.size + len(index), TASK, epoch, seq, slot, ring, sent) + index
 
 
-def unpack_task(body: bytes) -> tuple[int, int, int, int, float, bytes]:
-    """Return epoch, sequence number, slot, ring number, time of sending, pickled index."""
-    epoch, seq, slot, ring, sent = _unpack(_TASK_HEAD, body)
-    return epoch, seq, slot, ring, sent, body[_TASK_HEAD.size :]
+def unpack_task(frame: bytes, start: int = 0) -> tuple[int, int, int, int, float, bytes]:
+    """Return epoch, sequence number, slot, ring number, time of sending, pickled index. `start` is the place of the
+    body: 0, or `PREFIX_BYTES` in a whole frame.
+    """
+    end = start + _TASK_HEAD.size
+    if len(frame) < end:
+        raise _cut_off(_TASK_HEAD, frame)
+    epoch, seq, slot, ring, sent = _TASK_HEAD.unpack_from(frame, start)
+    return epoch, seq, slot, ring, sent, frame[end:]
 
 
 def pack_ring(number: int, slots: int, slot_bytes: int) -> bytes:
@@ -233,14 +240,23 @@ def unpack_result(body: bytes) -> tuple[Result, bytes, bytes]:
     """Return the result, its template (empty if `same`) and its cursor."""
     if len(body) < _RESULT_HEAD.size:
         raise _cut_off(_RESULT_HEAD, body)
-    epoch, seq, slot, nbytes, pickled, samples, busy, same, cursor, sent = _RESULT_HEAD.unpack_from(body)
-    if not (0.0 <= busy < _LONGEST_S and 0.0 <= sent < _LONGEST_S):  # NaN is neither
-        raise ValueError(f"broken stream: a result of {len(body)} bytes that took {busy} seconds, sent at {sent}")
-    result = Result(epoch, seq, slot, nbytes, pickled, samples, busy, bool(same), cursor, sent)
-    end = len(body) - cursor
+    result = Result._make(_RESULT_HEAD.unpack_from(body))
+    if not (0.0 <= result.busy < _LONGEST_S and 0.0 <= result.sent < _LONGEST_S):  # NaN is neither
+        raise ValueError(
+            f"broken stream: a result of {len(body)} bytes that took {result.busy} seconds, sent at {result.sent}"
+        )
+    end = len(body) - result.cursor
     if end < _RESULT_HEAD.size:
-        raise ValueError(f"broken stream: a result of {len(body)} bytes with a cursor of {cursor}")
+        raise ValueError(f"broken stream: a result of {len(body)} bytes with a cursor of {result.cursor}")
     return result, body[_RESULT_HEAD.size : end], body[end:]
+
+
+def place_result(body: bytes, slot: int, sent: float) -> bytes:
+    """Return a result's body, as `unpack_result` reads it, with another slot and time of sending."""
+    made = bytearray(body)
+    _SLOT.pack_into(made, _SLOT_AT, slot)
+    _SENT.pack_into(made, _SENT_AT, sent)
+    return bytes(made)
 
 
 def _unpack(head: struct.Struct, body: bytes) -> tuple[Any, ...]:

@@ -276,6 +276,13 @@ class Ring:
             raise self._outside(slot, nbytes)
         return _array_type(nbytes).from_buffer(self._memory, slot * self.slot_bytes)
 
+    def bytes_of(self, slot: int, nbytes: int) -> memoryview:
+        """Return the bytes of an assigned slot, to send them. They keep the memory mapped. Errors as `look`."""
+        if not (0 <= slot < self.slots and 0 <= nbytes <= self.slot_bytes):
+            raise self._outside(slot, nbytes)
+        start = slot * self.slot_bytes
+        return memoryview(self._memory)[start : start + nbytes]
+
     def _outside(self, slot: int, nbytes: int) -> ValueError:
         return ValueError(f"a worker's answer is broken: {nbytes} bytes in slot {slot} of {self!r}")
 

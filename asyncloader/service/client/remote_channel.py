@@ -64,7 +64,7 @@ class RemoteChannel:
         self._rings: dict[int, WorkerRing] = {}
         self._tasks: dict[tuple[int, int], tuple[int, int, float]] = {}  # (epoch, task) -> ring, slot, time of sending
         self._segments: dict[tuple[int, int], int] = {}  # of batches that are larger than their slot
-        self._began: dict[tuple[int, int], float] = {}  # when the payload began to arrive
+        self._began = 0.0  # when the newest payload began to arrive
         self._fds: deque[int] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
@@ -88,7 +88,10 @@ class RemoteChannel:
         Raises:
             ConnectionError: the other end is closed.
         """
-        kind, body = frame[wire.PREFIX_BYTES - 1], frame[wire.PREFIX_BYTES :]
+        kind = frame[wire.PREFIX_BYTES - 1]
+        if kind == wire.TASK:
+            return self._send_task(*wire.unpack_task(frame, wire.PREFIX_BYTES))
+        body = frame[wire.PREFIX_BYTES :]
         if kind == wire.RING:
             # The ring stays here. Older rings are still the place of batches whose tasks were sent before.
             number, slots, slot_bytes = wire.unpack_ring(body)
@@ -99,9 +102,9 @@ class RemoteChannel:
             return True
         if kind == wire.TRIM:
             return True  # this would free the pages in the loop's thread, for milliseconds
-        if kind != wire.TASK:
-            return self._send(kind, body)
-        epoch, task, slot, ring, sent, index = wire.unpack_task(body)
+        return self._link.send(kind, body)
+
+    def _send_task(self, epoch: int, task: int, slot: int, ring: int, sent: float, index: bytes) -> bool:
         if self._leaving:
             return True  # not sent: the pool gives all unanswered tasks to the worker's successor
         self._tasks[epoch, task] = ring, slot, abs(sent)
@@ -110,13 +113,28 @@ class RemoteChannel:
             # No number of bytes: the first check sees a difference, and so gives the node a whole interval.
             self._seen, self._loop = -1, loop
             self._timer = loop.call_later(_CHECK_S, self._check)
-        return self._send(wire.TASK, index, epoch, task, traced=sent < 0.0)
+        if asyncio.current_task(loop) is not None:
+            # The user's coroutine takes a batch, and may then compute for long: the task must be on its way before.
+            return self._link.send(wire.TASK, index, epoch=epoch, task=task, traced=sent < 0.0)
+        # In a callback, often one of several tasks: they go in one call, and wake the node once, when it has returned.
+        if self._link.put(wire.TASK, index, epoch=epoch, task=task, traced=sent < 0.0):
+            loop.call_soon(self._send_put)
+        return True
 
-    def _send(self, kind: int, body: bytes = b"", epoch: int = 0, task: int = 0, *, traced: bool = False) -> bool:
+    def _send_put(self) -> None:
+        """Send the tasks that callbacks have put."""
+        if self.fileno() >= 0 and not self._flush_quietly():
+            asyncio.get_running_loop().add_writer(self.fileno(), self._writable)
+
+    def _writable(self) -> None:
+        if self._flush_quietly():
+            asyncio.get_running_loop().remove_writer(self.fileno())
+
+    def _flush_quietly(self) -> bool:
         try:
-            return self._link.send(kind, body, epoch=epoch, task=task, traced=traced)
-        except OSError as error:
-            raise ConnectionError(str(error)) from None
+            return self._link.flush()
+        except ConnectionError:  # the reader sees the end
+            return True
 
     def leave(self, why: str) -> None:
         """Send no more tasks, and end once the tasks that were sent are answered."""
@@ -131,14 +149,11 @@ class RemoteChannel:
 
     def kill(self) -> None:
         """Have the node kill the worker's process, whose task takes too long."""
-        self._send(frames.KILL)
+        self._link.send(frames.KILL)
 
     def flush(self) -> bool:
         """Send unsent messages. Errors as `send`."""
-        try:
-            return self._link.flush()
-        except OSError as error:
-            raise ConnectionError(str(error)) from None
+        return self._link.flush()
 
     # ------------------------------------------------------------------------------------------ receiving
 
@@ -194,10 +209,11 @@ class RemoteChannel:
     def _place(self, header: Header) -> memoryview:
         key = header.epoch, header.task
         # Before any byte is received: the slot of another task may hold a batch that the consumer is reading.
-        if header.kind != wire.RESULT or key not in self._tasks:
+        held = self._tasks.get(key)
+        if header.kind != wire.RESULT or held is None:
             raise ValueError(f"broken stream: a batch for task {header.task}, which was not asked for")
-        number, slot, _ = self._tasks[key]
-        self._began[key] = perf_counter()
+        number, slot, _ = held
+        self._began = perf_counter()
         ring, nbytes = self._rings.get(number), header.payload
         if ring is not None and slot >= 0 and nbytes <= ring.slot_bytes:
             start = ring.offset(slot, nbytes)
@@ -212,7 +228,7 @@ class RemoteChannel:
         return memoryview(segment.map_segment(fd, nbytes))
 
     def _result(self, header: Header, body: bytes) -> bytes:
-        result, template, cursor = wire.unpack_result(body)
+        result = wire.unpack_result(body)[0]
         # The body repeats the header, and decides which batch the pool delivers: both must name a task that is open
         # here.
         key = header.epoch, header.task
@@ -226,9 +242,7 @@ class RemoteChannel:
             slot = wire.NO_SLOT
         # The slot is the loader's, not the node's. The time of sending is that of this machine's clock: `perf_counter`
         # of another machine cannot be compared.
-        began = self._began.pop(key, None)
-        result = result._replace(slot=slot, sent=perf_counter() if began is None else began)
-        return wire.pack_result(result, template, cursor)[wire.PREFIX_BYTES :]
+        return wire.place_result(body, slot, self._began if header.payload else perf_counter())
 
     def take_fd(self) -> int:
         """Return the segment of the batch just received, which the caller then owns."""
@@ -257,7 +271,7 @@ class RemoteChannel:
         else:
             self._pings += 1
             try:
-                self._send(frames.PING)
+                self._link.send(frames.PING)
             except ConnectionError as error:
                 self._end(f"the connection broke ({error})")
                 return

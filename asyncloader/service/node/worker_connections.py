@@ -74,6 +74,8 @@ class RelayedConnection:
         self._held = 0  # bytes of the ring, as the quota counts them
         self._queued = 0  # bytes of unsent messages, as the quota counts them
         self._channel = Channel(sock)
+        self._joins = False  # whether frames to the process wait for others, in `_joined`
+        self._joined: list[bytes] = []
         self._ended = ended
         self._kill = kill
         self._rings = RingManager(credits=credits, ring_bytes=None)
@@ -102,10 +104,16 @@ class RelayedConnection:
         if self._link.fileno() < 0 or not self._reads_link:
             return
         try:
-            for message in self._link.receive():
-                self._take(message)
-                if not self._reads_link:
-                    break  # the link keeps its other messages, until `_steer` reads it again
+            # Tasks that came together go to the process in one call, and wake it once. The bytes of a call of `receive`
+            # are bounded, so these frames are as well.
+            self._joins = True
+            try:
+                for message in self._link.receive():
+                    self._take(message)
+                    if not self._reads_link:
+                        break  # the link keeps its other messages, until `_steer` reads it again
+            finally:
+                self._send_joined()
         except Exception as error:
             # Any error, also of our own code, ends the connection. One that goes on, answering PINGs and nothing else,
             # would look alive to its loader, which would wait for the task forever.
@@ -235,7 +243,19 @@ class RelayedConnection:
         self._quota.hold(nbytes - self._held)
         self._held = nbytes
 
+    def _send_joined(self) -> None:
+        """Send the frames that were joined, and join no more."""
+        self._joins = False
+        if self._joined:
+            joined, self._joined = b"".join(self._joined), []
+            self._send_frame(joined)
+
     def _send_frame(self, frame: bytes, fd: int = -1) -> None:
+        if self._joins and fd < 0:
+            self._joined.append(frame)
+            return
+        if self._joined:
+            self._send_joined()
         if self._channel.fileno() < 0:
             return
         with contextlib.suppress(ConnectionError):  # the process is dying: its pidfd reports that, and `died` is called
@@ -349,7 +369,7 @@ class RelayedConnection:
             self._quota.check(result.nbytes)
         ring = self._rings.answered(epoch, task, result.slot, result.nbytes)
         if ring is not None:
-            payload, sent = memoryview(ring.look(result.slot, result.nbytes)), partial(ring.give_back, result.slot)
+            payload, sent = ring.bytes_of(result.slot, result.nbytes), partial(ring.give_back, result.slot)
         elif payload is not None:
             sent = self._own(payload)
         self._batch(body, result, template, payload, sent)

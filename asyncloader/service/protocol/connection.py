@@ -26,6 +26,7 @@ from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
 
 _READ = 1 << 12  # small, because payload bytes that it reads are copied once more
 _SMALL = 96 << 10  # bytes of a payload that may be copied, and is sent together with its header
+_RECORD = 1 << 14  # bytes of a TLS record, at most
 _READ_SMALL = 1 << 18  # bytes that are read at a time while payloads are small
 _TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
@@ -72,6 +73,7 @@ class Link:
         """Bytes received so far."""
         self.unsent = SendQueue()
         """The messages that wait to be sent, with their payloads."""
+        self._joined = bytearray()  # messages of `put`, which wait behind those in `unsent`
         self.fds: deque[int] = deque()
         """The descriptor that came with a message, on a Unix socket, until it is taken."""
         self._tls = isinstance(sock, ssl.SSLSocket)
@@ -134,11 +136,18 @@ class Link:
         """
         nbytes = 0 if payload is None else payload.nbytes
         head = pack_header(kind, len(body), epoch, task, nbytes, traced=traced) + body
+        if self._joined:
+            self._queue_joined()
+        if payload is not None and self._tls and len(head) + nbytes <= _RECORD:
+            # A record of its own for the header takes longer than the copy.
+            head, payload, nbytes = b"".join((head, payload)), None, 0
         done = 0
         if nbytes <= _SMALL and not (self.unsent or self._tls) and fd < 0:
-            # In one call, which wakes the receiver once. After an error, `flush` raises it again.
-            with contextlib.suppress(OSError):
+            # In one call, which wakes the receiver once.
+            try:
                 done = self.sock.sendmsg((head, payload)) if nbytes and payload is not None else self.sock.send(head)
+            except OSError:  # `flush` raises it again
+                done = 0
             if done == len(head) + nbytes:
                 if sent is not None:
                     sent()
@@ -150,8 +159,24 @@ class Link:
             self.unsent.put(payload.cast("B")[max(0, done - len(head)) :], (), sent, owned=False)
         return self.flush()
 
+    def put(self, kind: int, body: bytes, *, epoch: int = 0, task: int = 0, traced: bool = False) -> bool:
+        """Queue a message without sending it: the next `send` or `flush` sends all that were put, in one call.
+
+        Args: as `send`. Returns whether it is the first of them, so that the caller has to call `flush` soon.
+        """
+        first = not self._joined
+        self._joined += pack_header(kind, len(body), epoch, task, traced=traced)
+        self._joined += body
+        return first
+
+    def _queue_joined(self) -> None:
+        joined, self._joined = self._joined, bytearray()
+        self.unsent.put(memoryview(joined))
+
     def flush(self) -> bool:
         """Send unsent messages; returns whether none is left. Errors as `send`."""
+        if self._joined:
+            self._queue_joined()
         return self.unsent.flush(self._push)
 
     def _push(self, data: memoryview, fds: Sequence[int]) -> int:
@@ -162,6 +187,8 @@ class Link:
             return 0
         except ssl.SSLError as error:
             raise ConnectionError(str(error)) from None
+        except OSError as error:  # also those that are no `ConnectionError`, such as of a network without a route
+            raise ConnectionError(*error.args) from None
 
     # ------------------------------------------------------------------------------------------ receiving
 
@@ -210,7 +237,7 @@ class Link:
         while self._reading is None and self._end - self._start >= HEADER_BYTES:
             start, buffer = self._start + HEADER_BYTES, self._buffer
             most_payload = self.most_payload if self.place else 0
-            header = unpack_header(buffer[self._start : start], self.most_body, most_payload)
+            header = unpack_header(buffer, self.most_body, most_payload, self._start)
             end = start + header.body
             if end > self._end:
                 return
@@ -305,6 +332,7 @@ class Link:
             self.sock.close()
         # A batch that was cut off: the view of its memory would keep the ring, or the batch's segment, mapped.
         self._reading = None
+        self._joined.clear()
         self.unsent.close()
         while self.fds:
             close_quietly(self.fds.popleft())

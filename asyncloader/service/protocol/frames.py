@@ -34,7 +34,7 @@ MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""
 
 _MAGIC = b"ALS1"
-_HEADER = struct.Struct("<4sBB2xIIQQ")
+_HEADER = struct.Struct("<4sB?2xIIQQ")
 HEADER_BYTES: Final = _HEADER.size
 assert HEADER_BYTES == 32
 
@@ -57,18 +57,16 @@ def pack_header(
     return _HEADER.pack(_MAGIC, kind, traced, body, epoch, task, payload)
 
 
-def unpack_header(data: bytes | bytearray | memoryview, most_body: int, most_payload: int) -> Header:
-    """Read a header.
+def unpack_header(data: bytes | bytearray | memoryview, most_body: int, most_payload: int, start: int = 0) -> Header:
+    """Read the header that begins at `start`.
 
     Raises:
         ValueError: these are no header's bytes, or a length is over its limit.
     """
     # Before the body is read: memory for it is allocated only if its length is within the limit.
-    magic, kind, traced, body, epoch, task, payload = _HEADER.unpack_from(data)
+    magic, kind, traced, body, epoch, task, payload = _HEADER.unpack_from(data, start)
     if magic != _MAGIC:
-        raise ValueError(
-            f"broken stream: {bytes(data[:4])!r} where a message begins; this is protocol {_MAGIC.decode()}"
-        )
+        raise ValueError(f"broken stream: {magic!r} where a message begins; this is protocol {_MAGIC.decode()}")
     if body > most_body or payload > most_payload:
         raise ValueError(f"broken stream: a message of {body:,} and {payload:,} bytes, over the limit")
-    return Header(kind, body, epoch, task, payload, bool(traced))
+    return Header(kind, body, epoch, task, payload, traced)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -15,7 +15,7 @@ from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
-from tests.helpers.running import run_async
+from tests.helpers.running import LOOPS, PATIENCE_S, run_async
 
 CHECKS = remote_channel._MOST_PINGS + 4
 
@@ -161,3 +161,38 @@ async def test_a_worker_that_moves() -> None:
         channel._void(1)
         channel.leave("another node has come")
         assert (channel.ended, channel.why) == (True, "another node has come")
+
+
+@pytest.mark.parametrize("loop_factory", LOOPS.values(), ids=LOOPS)
+def test_when_tasks_are_on_their_way(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Those of a callback go once it has returned, in order, however full the socket is; a coroutine's at once, behind
+    those that wait: it may compute for long.
+    """
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with with_task() as (channel, theirs), closing(Link(theirs)) as node:
+            came: list[int] = []
+
+            def send(numbers: Iterable[int], nbytes: int) -> list[int]:
+                for number in numbers:
+                    channel.send(wire.pack_task(0, number, -1, 0, 0.0, bytes(nbytes)))
+                return take()
+
+            def take() -> list[int]:
+                came.extend(message.header.task for message in node.receive())
+                return came.copy()
+
+            meanwhile: list[list[int]] = [take()]
+            loop.call_soon(lambda: meanwhile.append(send(range(4, 9), 1 << 20)))
+            async with asyncio.timeout(PATIENCE_S):
+                while len(came) < 6:
+                    await asyncio.sleep(0)
+                    take()
+            loop.call_soon(lambda: meanwhile.append(send([9], 1)))
+            await asyncio.sleep(0)
+            assert send([10], 1) == [*range(3, 11)]
+            assert meanwhile == [[3], [3], [*range(3, 9)]]
+
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(run())
