@@ -1,11 +1,11 @@
 """Sends requests to one web server: URLs, headers, redirects, connections, and the classification of errors.
 
-Data path: http_download -> [http_client: HttpClient, SessionOwner] -> aiohttp -> server.
+Data path: http_download -> [http_client: HttpClient, SessionOwner] -> http_session -> server.
 
-Redirects are followed here, not by aiohttp: credentials are sent to the root's own origin only, and a redirect from
+Redirects are followed here: credentials are sent to the root's own origin only, and a redirect from
 https to http is refused.
 
-`SessionOwner` owns aiohttp's session (see `client_owner`). After a fork the child opens another session: parent and
+`SessionOwner` owns the connections (see `client_owner`). After a fork the child opens another session: parent and
 child share the inherited sockets and, with epoll, the set of descriptors that the parent's loop watches.
 
 `classify_error` translates aiohttp's errors and decides which of them are retryable.
@@ -19,25 +19,23 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, Version, safe_url, status_error
-from asyncloader.transports.http_names import SystemResolver
+from asyncloader.transports.http_session import HttpSession
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
 from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
-    import aiohttp
-    from aiohttp.abc import AbstractResolver
     from yarl import URL
 
-_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
+    from asyncloader.transports.http_session import Response
 
 
-class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
+class SessionOwner(ClientOwner[HttpSession]):
     """The connections of one transport, and its calls in progress.
 
     Args:
@@ -50,36 +48,23 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
         super().__init__(name, requests)
         self._connect_s = connect_s
 
-    def open_client(self) -> aiohttp.ClientSession:
+    def open_client(self) -> HttpSession:
         """Open a session. Raises TransportError if aiohttp is missing."""
         try:
-            import aiohttp
+            return HttpSession(self._connect_s)
         except ImportError as error:
             raise TransportError(
                 "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
             ) from error
-        return aiohttp.ClientSession(
-            # No limit here: the slots limit the connections, and a wait for a slot does not count for the time-outs.
-            connector=aiohttp.TCPConnector(limit=0, resolver=cast("AbstractResolver", SystemResolver())),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
-            headers=_HEADERS,
-            read_bufsize=1 << 18,
-        )
 
-    async def close_client(self, client: aiohttp.ClientSession) -> None:
+    async def close_client(self, client: HttpSession) -> None:
         """Close all connections."""
         await client.close()
 
     @staticmethod
-    def leave_to_parent(client: aiohttp.ClientSession) -> object:
+    def leave_to_parent(client: HttpSession) -> object:
         """Keep the connections open, because they are also the parent's, like `ClientOwner.leave_to_parent`."""
-        if (connector := client.connector) is None:
-            return None
-        connector._closed = True  # its finalizer would close the parent's connections
-        client.detach()
-        return client, connector
+        return client.detach()
 
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
@@ -95,7 +80,7 @@ PATH_SAFE = "/!$&'()*+,;=:@~"
 _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
-class HttpClient(RetryingClient["aiohttp.ClientSession"]):
+class HttpClient(RetryingClient[HttpSession]):
     """Requests below one root URL. The arguments are those of `HttpTransport`."""
 
     encoding_advice = "turn the encoding off in the server, or pass encoded=True to take them as the object's"
@@ -149,14 +134,14 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         """Return the URL of an object, or of the root, without secrets, like `RetryingClient.where`."""
         return self.root if path is None else safe_url(self.url(path))
 
-    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
         """Send a request, follow redirects, and return the response, whatever its status; the caller releases it."""
         from yarl import URL
 
         # `encoded`: the query is percent-encoded already, and a signature may cover the way in which it is.
         return await self.follow(method, path, URL(self.url(path), encoded=True), headers)
 
-    async def follow(self, method: str, path: str, url: URL, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    async def follow(self, method: str, path: str, url: URL, headers: Mapping[str, str]) -> Response:
         """Send a request for an object to this URL, like `request`."""
         from yarl import URL
 
@@ -170,7 +155,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         for redirect in count(1):
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
             try:
-                response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
+                response = await session.request(method, url, sent, proxy)
             except UnicodeError:  # from the name look-up: a label is empty, or longer than 63 letters
                 text = f"{safe_url(str(url))} has a host that is no legal name"
                 raise RequestFailed("request", text, retryable=False) from None
@@ -209,7 +194,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         """Classify an error by the function `classify_error`, with the policy's statuses."""
         return classify_error(error, answering, self._retry.statuses)
 
-    def bad_status(self, path: str, response: aiohttp.ClientResponse) -> RequestFailed:
+    def bad_status(self, path: str, response: Response) -> RequestFailed:
         """Classify a response that does not contain the object."""
         status = response.status
         note = "the server reports success without the object" if status < 300 else ""
@@ -222,9 +207,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             final=final,
         )
 
-    def refusal(
-        self, path: str, response: aiohttp.ClientResponse, why: str, kind: type[ReadFailed] = ReadFailed
-    ) -> ReadFailed:
+    def refusal(self, path: str, response: Response, why: str, kind: type[ReadFailed] = ReadFailed) -> ReadFailed:
         """Make the error for a response that must not be used."""
         where = safe_url(str(response.url))
         return kind(f"reading {path!r} failed: {where} answered {response.status}, but {why}", path=path)
