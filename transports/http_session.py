@@ -3,9 +3,9 @@
 Data path: http_client -> [http_session: HttpSession -> HttpResponse] -> aiohttp's connections and parser -> server.
 
 `aiohttp.ClientSession` prepares each request for a body, cookies, redirects, time-outs and tracing: half of the CPU
-time that an object of 64 KB costs. The requests of `http_client` have none of these. So a connection is taken from the pool
-here, the request's head is written to it, and the response is the one that aiohttp has parsed. Names, TLS, connecting,
-the pool, the parser with its limits, and flow control are aiohttp's as before.
+time that an object of 64 KB costs. The requests of `http_client` have none of these. So a connection is taken from the
+pool here, the request's head is written to it, and the response is the one that aiohttp has parsed. Names, TLS,
+connecting, the pool, the parser with its limits, and flow control are aiohttp's.
 
 Requests through a proxy are sent by aiohttp's session, and so are all requests where aiohttp's version is none of those
 whose connections are known.
@@ -32,35 +32,8 @@ _BUFFERED = 1 << 18  # bytes of a response that wait to be read; twice as many s
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
 
 
-class HttpResponse:
-    """A response whose head has arrived.
-
-    Attributes:
-        url: as requested.
-        status: as sent.
-        reason: as sent.
-        headers: names are compared without their case.
-        content: the body, as it arrives.
-    """
-
-    __slots__ = ("_connection", "content", "headers", "reason", "status", "url")
-
-    def __init__(self, url: URL, message: Any, content: aiohttp.StreamReader, connection: Any) -> None:
-        self.url = url
-        self.status: int = message.code
-        self.reason: str = message.reason
-        self.headers: CIMultiDictProxy[str] = message.headers
-        self.content = content
-        self._connection = connection
-        # At the body's end the connection is free, whoever has read how much of the body.
-        content.on_eof(connection.release)
-
-    def release(self) -> None:
-        """Give the connection back to the pool, which keeps it if the body has arrived to its end. Idempotent."""
-        self._connection.release()
-
-
-Response: TypeAlias = "HttpResponse | aiohttp.ClientResponse"
+Origin: TypeAlias = tuple[str, str]
+"""Of a URL: its scheme, and its host with the port if it has one, as in the URL and without userinfo."""
 
 
 class _Server(NamedTuple):
@@ -75,6 +48,42 @@ class _Server(NamedTuple):
     request: aiohttp.ClientRequest
     fields: CIMultiDict[str]
     lines: str
+
+
+class HttpResponse:
+    """A response whose head has arrived.
+
+    Attributes:
+        status: as sent.
+        reason: as sent.
+        headers: names are compared without their case.
+        content: the body, as it arrives.
+    """
+
+    __slots__ = ("_connection", "_origin", "_target", "content", "headers", "reason", "status")
+
+    def __init__(self, origin: Origin, target: str, message: Any, content: Any, connection: Any) -> None:
+        self.status: int = message.code
+        self.reason: str = message.reason
+        self.headers: CIMultiDictProxy[str] = message.headers
+        self.content: aiohttp.StreamReader = content
+        self._origin = origin
+        self._target = target
+        self._connection = connection
+        # At the body's end the connection is free, whoever has read how much of the body.
+        content.on_eof(connection.release)
+
+    @property
+    def url(self) -> URL:
+        """The URL that was requested."""
+        return url_of(self._origin, self._target)
+
+    def release(self) -> None:
+        """Give the connection back to the pool, which keeps it if the body has arrived to its end. Idempotent."""
+        self._connection.release()
+
+
+Response: TypeAlias = "HttpResponse | aiohttp.ClientResponse"
 
 
 class HttpSession:
@@ -103,34 +112,45 @@ class HttpSession:
         )
         version = tuple(map(int, aiohttp.__version__.split(".")[:2]))
         self._known = _KNOWN[0] <= version < _KNOWN[1]
-        self._servers: dict[tuple[str, str], _Server] = {}
+        self._servers: dict[Origin, _Server] = {}
 
-    async def request(self, method: str, url: URL, headers: Mapping[str, str], proxy: str | None) -> Response:
+    async def request(
+        self, method: str, origin: Origin, target: str, headers: Mapping[str, str], proxy: str | None
+    ) -> Response:
         """Send a request without a body, and return the response, whatever its status; the caller releases it.
 
         Args:
             method: GET or HEAD.
-            url: where to; percent-encoded, without userinfo and fragment.
+            origin: of the URL.
+            target: path and query of the URL, percent-encoded.
             headers: sent besides or instead of those of every request.
             proxy: its URL; None: the server is asked itself.
 
         Raises:
             aiohttp.ClientError: no response came.
-            ValueError: a header has a character that would end it.
+            ValueError: the target or a header has a control character, which would end it.
         """
         if proxy is not None or not self._known:
+            url = url_of(origin, target)
             return await self._session.request(method, url, headers=headers, allow_redirects=False, proxy=proxy)
-        import aiohttp
-
-        server = self._servers.get((url.scheme, url.raw_authority)) or self._server(url)
-        head = _head(method, url.raw_path_qs, server, headers)
+        server = self._servers.get(origin)
+        if server is None:
+            server = self._servers[origin] = self._server(origin)
+        lines = server.lines
+        if headers:
+            fields = server.fields.copy()
+            fields.update(headers)
+            lines = _lines(fields)
+        if _CONTROL.search(target):
+            raise ValueError(f"a URL with a control character: {target!r}")
+        head = f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
         try:
-            return await self._exchange(server, method, url, head)
-        except aiohttp.ClientConnectorError:
-            raise
-        except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError):
-            pass  # the server may have closed an idle connection just when the request was sent
-        return await self._exchange(server, method, url, head)
+            return HttpResponse(origin, target, *await self._exchange(server.request, method, head))
+        except Exception as error:
+            # The server may have closed an idle connection just when the request was sent.
+            if not _has_broken(error):
+                raise
+        return HttpResponse(origin, target, *await self._exchange(server.request, method, head))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -146,57 +166,63 @@ class HttpSession:
         self._session.detach()
         return self
 
-    async def _exchange(self, server: _Server, method: str, url: URL, head: bytes) -> HttpResponse:
-        import aiohttp
-        from aiohttp.http import HttpProcessingError
-
+    async def _exchange(self, request: aiohttp.ClientRequest, method: str, head: bytes) -> tuple[Any, Any, Any]:
+        """Send a request's head. Return that of the response, its body, and the connection."""
         try:
-            connection = await self._connector.connect(server.request, traces=[], timeout=self._timeout)
+            connection = await self._connector.connect(request, traces=[], timeout=self._timeout)
         except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError(f"no connection to {server.request.url} in time") from error
+            import aiohttp
+
+            raise aiohttp.ConnectionTimeoutError(f"no connection to {request.url} in time") from error
         try:
             protocol = connection.protocol
             # A connection that has received something while it was idle: that would be taken for this response.
             if protocol is None or protocol.transport is None or protocol.should_close:
+                import aiohttp
+
                 raise aiohttp.ServerDisconnectedError
             protocol.set_response_params(
                 skip_payload=method == "HEAD", read_until_eof=True, auto_decompress=False, read_bufsize=_BUFFERED
             )
             protocol.transport.write(head)
             message, content = await protocol.read()
-            while 100 <= message.code < 200 and message.code != 101:  # more of this response follows
+            while 100 <= message.code < 200 and message.code != 101:  # the response itself follows
                 message, content = await protocol.read()
-            return HttpResponse(url, message, content, connection)
-        except HttpProcessingError as error:
+        except BaseException as error:
             connection.close()
-            info, status = server.request.request_info, error.code
-            raise aiohttp.ClientResponseError(info, (), status=status, message=error.message) from error
-        except BaseException:
-            connection.close()
-            raise
+            from aiohttp import ClientResponseError
+            from aiohttp.http import HttpProcessingError
 
-    def _server(self, url: URL) -> _Server:
+            if not isinstance(error, HttpProcessingError):
+                raise
+            raise ClientResponseError(request.request_info, (), status=error.code, message=error.message) from error
+        return message, content, connection
+
+    def _server(self, origin: Origin) -> _Server:
         import aiohttp
         from multidict import CIMultiDict
-        from yarl import URL
 
-        origin = URL.build(scheme=url.scheme, authority=url.raw_authority, path="/", encoded=True)
-        request = aiohttp.ClientRequest("GET", origin, loop=self._connector._loop, session=self._session)
-        fields = CIMultiDict({"Host": origin.host_port_subcomponent or "", **_FIELDS, "Accept": "*/*"})
-        made = _Server(request, fields, _lines(fields))
-        self._servers[url.scheme, url.raw_authority] = made
-        return made
+        url = url_of(origin, "/")
+        request = aiohttp.ClientRequest("GET", url, loop=self._connector._loop, session=self._session)
+        fields = CIMultiDict({"Host": url.host_port_subcomponent or "", **_FIELDS, "Accept": "*/*"})
+        return _Server(request, fields, _lines(fields))
 
 
-def _head(method: str, target: str, server: _Server, headers: Mapping[str, str]) -> bytes:
-    lines = server.lines
-    if headers:
-        fields = server.fields.copy()
-        fields.update(headers)
-        lines = _lines(fields)
-    if _CONTROL.search(target):
-        raise ValueError(f"a URL with a control character: {target!r}")
-    return f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
+def url_of(origin: Origin, target: str) -> URL:
+    """Return a URL of an origin."""
+    from yarl import URL
+
+    # `encoded`: the target is percent-encoded already, and a signature may cover the way in which it is.
+    return URL(f"{origin[0]}://{origin[1]}{target}", encoded=True)
+
+
+def _has_broken(error: Exception) -> bool:
+    """Whether a connection that stood has been closed by the server, or has broken."""
+    import aiohttp
+
+    return isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError) and not isinstance(
+        error, aiohttp.ClientConnectorError
+    )
 
 
 def _lines(fields: Mapping[str, str]) -> str:
