@@ -160,7 +160,7 @@ class HttpDownload(Download[HttpClient, Version]):
             raise self._client.bad_status(self._path, response)
         self._refuse_encoding(response)
         length = content_length(headers)
-        answered = parse_content_range(headers.get("Content-Range"))
+        answered = parse_content_range(headers.get("Content-Range")) if status == 206 else None
         first = self._start if self._anew else self._position
         if status == 206:
             if answered is None or answered.start != first or answered.end is None:
@@ -201,7 +201,7 @@ class HttpDownload(Download[HttpClient, Version]):
                 self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
                 "look like the object's end"
             )  # fmt: skip
-        if answered is not None and status == 206 and self._stop is not None and self._position < self._stop:
+        if answered is not None and self._stop is not None and self._position < self._stop:
             # A part that ends before `stop` is no answer to the request: more of it is asked for like after a break.
             complete = answered.end is not None and answered.end >= self._stop and answered.end != self._end
             self._until = answered.end if complete else None
