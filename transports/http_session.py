@@ -22,7 +22,6 @@ from asyncloader.transports.http_names import SystemResolver
 if TYPE_CHECKING:
     import aiohttp
     from aiohttp.abc import AbstractResolver
-    from multidict import CIMultiDict, CIMultiDictProxy
     from yarl import URL
 
 _KNOWN = (3, 11), (3, 15)  # aiohttp's versions from the first on, below the second
@@ -41,12 +40,12 @@ class _Server(NamedTuple):
 
     Attributes:
         request: by which the pool knows the server's connections, and makes more.
-        fields: the headers of every request.
+        fields: the headers of every request: name and value, by the name in small letters.
         lines: the same, as sent.
     """
 
     request: aiohttp.ClientRequest
-    fields: CIMultiDict[str]
+    fields: dict[str, tuple[str, str]]
     lines: str
 
 
@@ -65,7 +64,7 @@ class HttpResponse:
     def __init__(self, origin: Origin, target: str, message: Any, content: Any, connection: Any) -> None:
         self.status: int = message.code
         self.reason: str = message.reason
-        self.headers: CIMultiDictProxy[str] = message.headers
+        self.headers: Mapping[str, str] = message.headers
         self.content: aiohttp.StreamReader = content
         self._origin = origin
         self._target = target
@@ -138,9 +137,7 @@ class HttpSession:
             server = self._servers[origin] = self._server(origin)
         lines = server.lines
         if headers:
-            fields = server.fields.copy()
-            fields.update(headers)
-            lines = _lines(fields)
+            lines = _lines(server.fields | _by_name(headers))
         if _CONTROL.search(target):
             raise ValueError(f"a URL with a control character: {target!r}")
         head = f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
@@ -200,11 +197,10 @@ class HttpSession:
 
     def _server(self, origin: Origin) -> _Server:
         import aiohttp
-        from multidict import CIMultiDict
 
         url = url_of(origin, "/")
         request = aiohttp.ClientRequest("GET", url, loop=self._connector._loop, session=self._session)
-        fields = CIMultiDict({"Host": url.host_port_subcomponent or "", **_FIELDS, "Accept": "*/*"})
+        fields = _by_name({"Host": url.host_port_subcomponent or "", **_FIELDS, "Accept": "*/*"})
         return _Server(request, fields, _lines(fields))
 
 
@@ -225,8 +221,12 @@ def _has_broken(error: Exception) -> bool:
     )
 
 
-def _lines(fields: Mapping[str, str]) -> str:
-    for name, value in fields.items():
+def _by_name(fields: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    return {name.lower(): (name, value) for name, value in fields.items()}
+
+
+def _lines(fields: Mapping[str, tuple[str, str]]) -> str:
+    for name, value in fields.values():
         if _CONTROL.search(name) or _CONTROL.search(value):
             raise ValueError(f"the header {name!r} has a control character, which would end it; remove it")
-    return "".join([f"{name}: {value}\r\n" for name, value in fields.items()])
+    return "".join([f"{name}: {value}\r\n" for name, value in fields.values()])
