@@ -1,11 +1,11 @@
 """Sends requests to one web server: URLs, headers, redirects, connections, and the classification of errors.
 
-Data path: http_download -> [http_client: HttpClient, SessionOwner] -> aiohttp -> server.
+Data path: http_download -> [http_client: HttpClient, SessionOwner] -> http_session -> server.
 
-Redirects are followed here, not by aiohttp: credentials are sent to the root's own origin only, and a redirect from
+Redirects are followed here: credentials are sent to the root's own origin only, and a redirect from
 https to http is refused.
 
-`SessionOwner` owns aiohttp's session (see `client_owner`). After a fork the child opens another session: parent and
+`SessionOwner` owns the connections (see `client_owner`). After a fork the child opens another session: parent and
 child share the inherited sockets and, with epoll, the set of descriptors that the parent's loop watches.
 
 `classify_error` translates aiohttp's errors and decides which of them are retryable.
@@ -19,25 +19,23 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, Version, safe_url, status_error
-from asyncloader.transports.http_names import SystemResolver
+from asyncloader.transports.http_session import HttpSession, url_of
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
 from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
-    import aiohttp
-    from aiohttp.abc import AbstractResolver
     from yarl import URL
 
-_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
+    from asyncloader.transports.http_session import Origin, Response
 
 
-class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
+class SessionOwner(ClientOwner[HttpSession]):
     """The connections of one transport, and its calls in progress.
 
     Args:
@@ -50,36 +48,23 @@ class SessionOwner(ClientOwner["aiohttp.ClientSession"]):
         super().__init__(name, requests)
         self._connect_s = connect_s
 
-    def open_client(self) -> aiohttp.ClientSession:
+    def open_client(self) -> HttpSession:
         """Open a session. Raises TransportError if aiohttp is missing."""
         try:
-            import aiohttp
+            return HttpSession(self._connect_s)
         except ImportError as error:
             raise TransportError(
                 "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
             ) from error
-        return aiohttp.ClientSession(
-            # No limit here: the slots limit the connections, and a wait for a slot does not count for the time-outs.
-            connector=aiohttp.TCPConnector(limit=0, resolver=cast("AbstractResolver", SystemResolver())),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            auto_decompress=False,
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
-            headers=_HEADERS,
-            read_bufsize=1 << 18,
-        )
 
-    async def close_client(self, client: aiohttp.ClientSession) -> None:
+    async def close_client(self, client: HttpSession) -> None:
         """Close all connections."""
         await client.close()
 
     @staticmethod
-    def leave_to_parent(client: aiohttp.ClientSession) -> object:
+    def leave_to_parent(client: HttpSession) -> object:
         """Keep the connections open, because they are also the parent's, like `ClientOwner.leave_to_parent`."""
-        if (connector := client.connector) is None:
-            return None
-        connector._closed = True  # its finalizer would close the parent's connections
-        client.detach()
-        return client, connector
+        return client.detach()
 
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
@@ -95,7 +80,7 @@ PATH_SAFE = "/!$&'()*+,;=:@~"
 _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
-class HttpClient(RetryingClient["aiohttp.ClientSession"]):
+class HttpClient(RetryingClient[HttpSession]):
     """Requests below one root URL. The arguments are those of `HttpTransport`."""
 
     encoding_advice = "turn the encoding off in the server, or pass encoded=True to take them as the object's"
@@ -134,12 +119,13 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         # aiohttp sends the host of an encoded URL as it is.
         self._origin = (parts.scheme.lower(), host if host.isascii() else host.encode("idna").decode())
         folder = parts.path if parts.path.lower().endswith("%2f") else parts.path.rstrip("/") + "/"
+        self._site = "{}://{}".format(*self._origin)
         self._base = urlunsplit((*self._origin, escape(folder), "", ""))
         self._query = f"?{escape(parts.query)}" if parts.query else ""
         self._own = {"Authorization": _basic(parts.username, parts.password)} if parts.username is not None else {}
         if isinstance(headers, Mapping):
             self._own.update(headers)
-        self._proxies: dict[tuple[str, str], str | None] = {}
+        self._proxies: dict[Origin, str | None] = {}
 
     def url(self, path: str) -> str:
         """Return an object's URL, without userinfo."""
@@ -149,30 +135,28 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         """Return the URL of an object, or of the root, without secrets, like `RetryingClient.where`."""
         return self.root if path is None else safe_url(self.url(path))
 
-    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
         """Send a request, follow redirects, and return the response, whatever its status; the caller releases it."""
-        from yarl import URL
+        target = self.url(path)[len(self._site) :].partition("#")[0]
+        return await self._send(method, path, self._origin, target, headers)
 
-        # `encoded`: the query is percent-encoded already, and a signature may cover the way in which it is.
-        return await self.follow(method, path, URL(self.url(path), encoded=True), headers)
-
-    async def follow(self, method: str, path: str, url: URL, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    async def follow(self, method: str, path: str, url: URL, headers: Mapping[str, str]) -> Response:
         """Send a request for an object to this URL, like `request`."""
-        from yarl import URL
+        return await self._send(method, path, (url.scheme, url.raw_authority), url.raw_path_qs, headers)
 
+    async def _send(self, method: str, path: str, origin: Origin, target: str, headers: Mapping[str, str]) -> Response:
         session = self.owner.use()
         secret: Mapping[str, str] = {}
-        if self.is_own(url):
+        if origin == self._origin or self.is_own(url_of(origin, "/")):
             secret = await self._call_headers() if callable(self._headers) else self._own
         sent = {**headers, **secret} if secret else headers
-        origin = url.scheme, url.raw_authority.lower()
         # Followed here, not by aiohttp: `secret` must not be sent to another origin.
         for redirect in count(1):
-            proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin, url.raw_host)
+            proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin)
             try:
-                response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
+                response = await session.request(method, origin, target, sent, proxy)
             except UnicodeError:  # from the name look-up: a label is empty, or longer than 63 letters
-                text = f"{safe_url(str(url))} has a host that is no legal name"
+                text = f"{safe_url(str(url_of(origin, target)))} has a host that is no legal name"
                 raise RequestFailed("request", text, retryable=False) from None
             self.answered(busy=response.status in self._retry.statuses)
             if response.status not in _REDIRECTS or "Location" not in response.headers:
@@ -180,24 +164,29 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             response.release()
             if redirect > _MOST_REDIRECTS:
                 raise self.refusal(path, response, f"that is redirect number {redirect}, which looks endless")
-            try:
-                location = URL(escape(response.headers["Location"]), encoded=True)
-                target = url.join(location).with_fragment(None).with_user(None)
-            except ValueError:
-                target = URL()
-            if target.scheme not in {"http", "https"} or not target.raw_host:
-                raise self.refusal(path, response, "it redirects to what is no http or https URL")
-            if url.scheme == "https" and target.scheme == "http":
-                raise self.refusal(path, response, f"it redirects from https to {safe_url(str(target))}")
-            url, origin = target, (target.scheme, target.raw_authority.lower())
-            sent = {**headers, **secret} if self.is_own(target) else headers
+            url = self._redirect(path, response)
+            origin, target = (url.scheme, url.raw_authority), url.raw_path_qs
+            sent = {**headers, **secret} if self.is_own(url) else headers
         raise AssertionError("count() does not end")
+
+    def _redirect(self, path: str, response: Response) -> URL:
+        """Return the URL that a response redirects to. Raises ReadFailed if it must not be followed."""
+        from yarl import URL
+
+        try:
+            location = URL(escape(response.headers["Location"]), encoded=True)
+            target = response.url.join(location).with_fragment(None).with_user(None)
+        except ValueError:
+            target = URL()
+        if target.scheme not in {"http", "https"} or not target.raw_host:
+            raise self.refusal(path, response, "it redirects to what is no http or https URL")
+        if response.url.scheme == "https" and target.scheme == "http":
+            raise self.refusal(path, response, f"it redirects from https to {safe_url(str(target))}")
+        return target
 
     def is_own(self, url: URL) -> bool:
         """Whether a URL has the root's origin, to which credentials may be sent."""
-        from yarl import URL
-
-        return origin_of(url) == origin_of(URL(self._base, encoded=True))
+        return origin_of(url) == origin_of(url_of(self._origin, "/"))
 
     def version_of(self, headers: Headers, size: int | None) -> Version:
         """Return the version of an object of `size` bytes (None: not stated), from the headers of a response."""
@@ -209,7 +198,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
         """Classify an error by the function `classify_error`, with the policy's statuses."""
         return classify_error(error, answering, self._retry.statuses)
 
-    def bad_status(self, path: str, response: aiohttp.ClientResponse) -> RequestFailed:
+    def bad_status(self, path: str, response: Response) -> RequestFailed:
         """Classify a response that does not contain the object."""
         status = response.status
         note = "the server reports success without the object" if status < 300 else ""
@@ -222,9 +211,7 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             final=final,
         )
 
-    def refusal(
-        self, path: str, response: aiohttp.ClientResponse, why: str, kind: type[ReadFailed] = ReadFailed
-    ) -> ReadFailed:
+    def refusal(self, path: str, response: Response, why: str, kind: type[ReadFailed] = ReadFailed) -> ReadFailed:
         """Make the error for a response that must not be used."""
         where = safe_url(str(response.url))
         return kind(f"reading {path!r} failed: {where} answered {response.status}, but {why}", path=path)
@@ -242,14 +229,16 @@ class HttpClient(RetryingClient["aiohttp.ClientSession"]):
             retryable = failed is not None and failed.retryable
             raise RequestFailed("headers", text, retryable=retryable, cause=error) from error
 
-    def _find_proxy(self, origin: tuple[str, str], host: str | None) -> str | None:
+    def _find_proxy(self, origin: Origin) -> str | None:
         """Return the proxy that the environment names for an origin (``https_proxy``, ``no_proxy`` and so on)."""
         from urllib.request import getproxies, proxy_bypass
 
         found = getproxies().get(origin[0])
         if found and "://" not in found:  # "host:port", which curl and requests take, too
             found = f"http://{found}"
-        self._proxies[origin] = proxy = found if found and not proxy_bypass(host or "") else None
+        self._proxies[origin] = proxy = (
+            found if found and not proxy_bypass(url_of(origin, "/").raw_host or "") else None
+        )
         return proxy
 
 

@@ -26,7 +26,7 @@ from asyncloader.transports.http_client import HttpClient
 from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
-    import aiohttp
+    from asyncloader.transports.http_session import Response
 
 # Responses to HEAD of servers that do support GET: not allowed, not implemented, or the URL is signed for GET only.
 _NO_HEAD = frozenset({403, 405, 501})
@@ -39,7 +39,7 @@ class HttpDownload(Download[HttpClient, Version]):
         self, client: HttpClient, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:
         super().__init__(client, path, start, length, max_bytes)
-        self._response: aiohttp.ClientResponse | None = None
+        self._response: Response | None = None
         self._digest: tuple[Any, bytes] | None = None
 
     async def measure(self) -> Version:
@@ -74,7 +74,7 @@ class HttpDownload(Download[HttpClient, Version]):
             raise self._client.bad_status(self._path, response)
         raise self._client.refusal(self._path, response, "it does not state the object's size", SizeUnknown)
 
-    def _stated_size(self, response: aiohttp.ClientResponse) -> int | None:
+    def _stated_size(self, response: Response) -> int | None:
         if response.status in {200, 206}:
             self._refuse_encoding(response)
         if response.status in {206, 416}:
@@ -135,7 +135,7 @@ class HttpDownload(Download[HttpClient, Version]):
             raise RequestFailed.corrupt(name)
         super()._finish()
 
-    async def _request(self, scope: Scope, measure: str = "") -> aiohttp.ClientResponse:
+    async def _request(self, scope: Scope, measure: str = "") -> Response:
         """Take a slot and request the remaining bytes; or, with `measure` as the method, the object's size."""
         await self._take_slot()
         scope.limit(self._client.patience(self._client.first_byte_s))
@@ -153,14 +153,14 @@ class HttpDownload(Download[HttpClient, Version]):
                 headers["If-Range"] = validator
         return await self._client.request("GET", self._path, headers)
 
-    def _accept(self, response: aiohttp.ClientResponse) -> bool:
+    def _accept(self, response: Response) -> bool:
         """Check the head of a response; False if nothing is left to read."""
         headers, status = response.headers, response.status
         if status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
         self._refuse_encoding(response)
         length = content_length(headers)
-        answered = parse_content_range(headers.get("Content-Range"))
+        answered = parse_content_range(headers.get("Content-Range")) if status == 206 else None
         first = self._start if self._anew else self._position
         if status == 206:
             if answered is None or answered.start != first or answered.end is None:
@@ -201,7 +201,7 @@ class HttpDownload(Download[HttpClient, Version]):
                 self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
                 "look like the object's end"
             )  # fmt: skip
-        if answered is not None and status == 206 and self._stop is not None and self._position < self._stop:
+        if answered is not None and self._stop is not None and self._position < self._stop:
             # A part that ends before `stop` is no answer to the request: more of it is asked for like after a break.
             complete = answered.end is not None and answered.end >= self._stop and answered.end != self._end
             self._until = answered.end if complete else None
@@ -215,14 +215,14 @@ class HttpDownload(Download[HttpClient, Version]):
         check_start(self._path, size, self._start)
         raise self._changed_error()
 
-    def _refuse_encoding(self, response: aiohttp.ClientResponse) -> None:
+    def _refuse_encoding(self, response: Response) -> None:
         if (encoding := foreign_encoding(response.headers)) and not self._client.encoded:
             raise self._client.refusal(
                 self._path, response, f"its bytes are encoded ({encoding[:40]!r}) although they were asked for as they "
                 f"are; {self._client.encoding_advice}"
             )  # fmt: skip
 
-    async def _accept_nothing(self, scope: Scope, response: aiohttp.ClientResponse) -> bool:
+    async def _accept_nothing(self, scope: Scope, response: Response) -> bool:
         """Interpret a response that has no bytes from the position on; False if nothing is left to read."""
         answered = parse_content_range(response.headers.get("Content-Range"))
         size = None if answered is None else answered.total
@@ -249,5 +249,5 @@ class HttpDownload(Download[HttpClient, Version]):
         raise self._changed_error()
 
 
-def _in_chunks(response: aiohttp.ClientResponse) -> bool:
+def _in_chunks(response: Response) -> bool:
     return response.headers.get("Transfer-Encoding", "").lower() == "chunked"

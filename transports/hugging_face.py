@@ -36,8 +36,9 @@ from asyncloader.transports.hub_names import (
 from asyncloader.transports.retry import RequestFailed, RetryPolicy
 
 if TYPE_CHECKING:
-    import aiohttp
     from yarl import URL
+
+    from asyncloader.transports.http_session import Response
 
 _MOST_PAGES = 4096  # of a listing: of four million files
 _MAX_PAGE_BYTES = 64 << 20  # of a listing: some hundred times the largest that the Hub sends
@@ -74,7 +75,7 @@ class HubClient(HttpClient):
         # Of a file's name all is escaped: "?" and "#" are characters of it, and surrogates stand for bytes.
         return self._base + self.dataset.folder + quote(path, errors="surrogateescape")
 
-    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> aiohttp.ClientResponse:
+    async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
         """Send a request, like `HttpClient.request`; to the CDN at once, where the Hub has redirected to it lately. The
         Hub counts requests, and an answer of it takes as long as one of the CDN.
         """
@@ -97,7 +98,7 @@ class HubClient(HttpClient):
             self._redirects[path] = response.url, monotonic()
         return response
 
-    def bad_status(self, path: str, response: aiohttp.ClientResponse) -> RequestFailed:
+    def bad_status(self, path: str, response: Response) -> RequestFailed:
         """Classify a response, like `HttpClient.bad_status`; the Hub says in headers of its own when to come again, and
         why it refuses a request.
         """
@@ -165,7 +166,7 @@ class HubPage(HttpDownload):
     link: str | None = None
     no_dataset = False
 
-    def _accept(self, response: aiohttp.ClientResponse) -> bool:
+    def _accept(self, response: Response) -> bool:
         self.link = response.headers.get("Link")
         self.no_dataset = is_no_dataset(response.headers)
         return super()._accept(response)
