@@ -167,7 +167,9 @@ class TaskRunner:
             return
         try:
             await self._context.open()
-        except Exception as error:
+        except asyncio.CancelledError:
+            raise  # of the task that waits here
+        except self._caught as error:
             if self._start_error is None:
                 self._start_error = self._dump_start_error(error)
 
@@ -204,7 +206,7 @@ class TaskRunner:
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             try:
                 cursors = list(map(bytes_of, self._reader.first_cursors()))
-            except Exception as error:  # the user's `state_dict`
+            except self._caught as error:  # the user's `state_dict`
                 self._start_error = self._dump_start_error(error)
         self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", cursors))
 

@@ -26,6 +26,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from asyncloader.bridge import loop_factory
@@ -197,6 +198,8 @@ class AsyncTaskLoop:
         unlisten = self._runner.channel.listen(self._loop, self._readable)
         # Not awaited: while the dataset's context is entered, a STOP or the end of the channel must take effect.
         opening = self._loop.create_task(self._runner.open()) if self._runner.opens else None
+        if opening is not None:
+            opening.add_done_callback(partial(self._finished, at_task=False))
         try:
             await self._done
         finally:
@@ -242,13 +245,13 @@ class AsyncTaskLoop:
         else:
             self._runner.control(kind, body)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, task: asyncio.Task[None], *, at_task: bool = True) -> None:
         self._tasks.pop(task, None)
         # `task_async` answers an error of the user's code. An error here comes from answering: the channel has ended,
         # above all.
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._end(error, at_task=True)
+            self._end(error, at_task=at_task)
         elif self._leaving:
             self._leave()
 
