@@ -170,8 +170,7 @@ class TaskRunner:
         except asyncio.CancelledError:
             raise  # of the task that waits here
         except self._caught as error:
-            if self._start_error is None:
-                self._start_error = self._dump_start_error(error)
+            self._start_error = self._start_error or self._dump_start_error(error)
 
     async def close(self) -> None:
         """Exit the dataset's context, and close what its code has opened, in bounded time."""
@@ -327,9 +326,8 @@ class TaskRunner:
     def leave(self) -> None:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
         # In seeded mode random numbers belong to samples: there is no state to hand over.
-        seeded = self._setup.seeded is not None
         save = save_rng_state if self._identities is None else self._identities.save
-        self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save()))
+        self.channel.send_all(wire.pack(wire.LEAVING, b"" if self._setup.seeded is not None else save()))
 
     def _forget_suspect(self) -> None:
         suspect, self._suspect = self._suspect, None

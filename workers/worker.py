@@ -29,7 +29,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from asyncloader.bridge import loop_factory
+from asyncloader.bridge import loop_factory, run_until
 from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals
@@ -168,10 +168,18 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], readable: select
         wait = False
 
 
-def serve_async(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine on an event loop of its own."""
+def serve_async(serve: Callable[[], Coroutine[Any, Any, None]], *, in_thread: bool = False) -> None:
+    """Run a coroutine on an event loop of its own; `in_thread`: also on after a task has raised SystemExit or
+    KeyboardInterrupt, which end a process.
+    """
     with asyncio.Runner(loop_factory=loop_factory()) as loop_runner:
-        loop_runner.run(serve())
+        if not in_thread:
+            loop_runner.run(serve())
+            return
+        loop = loop_runner.get_loop()
+        serving = loop.create_task(serve())
+        run_until(serving.done, partial(loop.run_until_complete, serving))
+        serving.result()
 
 
 class AsyncTaskLoop:

@@ -9,7 +9,6 @@ the number of threads is set for its thread alone.
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import functools
 import os
@@ -20,7 +19,6 @@ from typing import Any
 
 import torch
 
-from asyncloader.bridge import loop_factory, run_until
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder, recording
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -34,7 +32,7 @@ from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.threads.global_draws import GlobalDraws, Said
 from asyncloader.workers.threads.link import ThreadChannel
 from asyncloader.workers.threads.object_codec import ObjectCodec
-from asyncloader.workers.worker import AsyncTaskLoop
+from asyncloader.workers.worker import AsyncTaskLoop, serve_async
 
 _OPENMP = ("libgomp.so.1", "libomp.so.5", "libiomp5.so")
 """The names of OpenMP's libraries, for where their functions are not global."""
@@ -118,19 +116,11 @@ def run_thread(
         runner = ThreadTaskRunner(said, worker_id, channel, setup, recorder, entered, codec)
         try:
             if runner.asynchronous:
-                _serve_async(runner)
+                serve_async(AsyncTaskLoop.of(runner), in_thread=True)
             else:
                 _serve_blocking(runner, channel)
         finally:
             runner.release()
-
-
-def _serve_async(runner: TaskRunner) -> None:
-    with asyncio.Runner(loop_factory=loop_factory()) as loop_runner:
-        loop = loop_runner.get_loop()
-        serving = loop.create_task(AsyncTaskLoop.of(runner)())
-        run_until(serving.done, functools.partial(loop.run_until_complete, serving))
-        serving.result()
 
 
 def _serve_blocking(runner: TaskRunner, channel: ThreadChannel) -> None:
