@@ -360,13 +360,18 @@ def _cancel(tasks: list[asyncio.Task[T]]) -> None:
         task.cancel()
 
 
+def run_until(over: Callable[[], bool], run: Callable[[], object]) -> None:
+    """Run an event loop again and again until `over`."""
+    while not over():
+        # A task that raises one of these stops the loop; the code that awaits the task gets the error, too.
+        with contextlib.suppress(SystemExit, KeyboardInterrupt):
+            run()
+
+
 def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
     asyncio.set_event_loop(loop)
     try:
-        while not over.is_set():
-            # A task that raises one of these stops the loop; the code that awaits the task gets the error, too.
-            with contextlib.suppress(SystemExit, KeyboardInterrupt):
-                loop.run_forever()
+        run_until(over.is_set, loop.run_forever)
     finally:
         # In the order of `asyncio.run`: tasks, asynchronous generators, the loop.
         pending = asyncio.all_tasks(loop)

@@ -6,6 +6,7 @@ Data path: [checks] -> each read.
 from __future__ import annotations
 
 from math import isfinite
+from numbers import Real
 
 from asyncloader.transports.errors import InvalidPath, ObjectTooLarge, RangeOutOfBounds
 
@@ -123,8 +124,12 @@ def check_limits(requests: int, min_bytes_per_s: float, **seconds: float) -> Non
     """Check the limits of concurrent requests, of rates and of waits.
 
     Raises:
+        TypeError: one of them is no number.
         ValueError: `requests` is below 1, the rate is negative, or one of the `seconds` is not above 0 and finite.
     """
+    for name, value in {"requests": requests, "min_bytes_per_s": min_bytes_per_s, **seconds}.items():
+        if not isinstance(value, Real):
+            raise TypeError(f"{name}={value!r} is no number")
     if not (isfinite(min_bytes_per_s) and min_bytes_per_s >= 0):
         raise ValueError(f"min_bytes_per_s must be 0 or more bytes per second, got {min_bytes_per_s}")
     if requests < 1:

@@ -209,8 +209,15 @@ class HuggingFaceTransport(HttpTransport):
         dataset, path = HubDataset.split(root)
         if path.strip("/"):
             raise ValueError(f"{root!r} is not the root of a dataset; pass {path!r} to the calls")
+        if "token" in limits:  # its value is not repeated
+            raise TypeError("token is not an option of hf://: set HF_TOKEN, or run `hf auth login`")
         if refused := limits.keys() & {"headers", "listing", "encoded"}:
             raise TypeError(f"{min(refused)} is not an option of hf://")
+        if not isinstance(endpoint, str | None):
+            raise TypeError(
+                f"endpoint={endpoint!r} is no address: give a string such as 'https://huggingface.co', or None for "
+                "HF_ENDPOINT"
+            )
         hub_headers()  # raises if huggingface_hub is missing
         own: dict[str, Any] = {"endpoint": endpoint, "retry": retry, "requests": requests, **limits}
         retry = RetryPolicy(budget_s=_BUDGET_S) if retry is None else retry

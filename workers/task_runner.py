@@ -167,9 +167,10 @@ class TaskRunner:
             return
         try:
             await self._context.open()
-        except Exception as error:
-            if self._start_error is None:
-                self._start_error = self._dump_start_error(error)
+        except asyncio.CancelledError:
+            raise  # of the task that waits here
+        except self._caught as error:
+            self._start_error = self._start_error or self._dump_start_error(error)
 
     async def close(self) -> None:
         """Exit the dataset's context, and close what its code has opened, in bounded time."""
@@ -204,7 +205,7 @@ class TaskRunner:
         if self._start_error is None and self._reader is not None and not self.asynchronous:
             try:
                 cursors = list(map(bytes_of, self._reader.first_cursors()))
-            except Exception as error:  # the user's `state_dict`
+            except self._caught as error:  # the user's `state_dict`
                 self._start_error = self._dump_start_error(error)
         self.channel.send_all(wire.pack_started(self._epoch, self._start_error or b"", cursors))
 
@@ -325,9 +326,8 @@ class TaskRunner:
     def leave(self) -> None:
         """Announce that this worker leaves. Call it with no task in progress, and take none afterwards."""
         # In seeded mode random numbers belong to samples: there is no state to hand over.
-        seeded = self._setup.seeded is not None
         save = save_rng_state if self._identities is None else self._identities.save
-        self.channel.send_all(wire.pack(wire.LEAVING, b"" if seeded else save()))
+        self.channel.send_all(wire.pack(wire.LEAVING, b"" if self._setup.seeded is not None else save()))
 
     def _forget_suspect(self) -> None:
         suspect, self._suspect = self._suspect, None

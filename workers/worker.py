@@ -26,9 +26,10 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from asyncloader.bridge import loop_factory
+from asyncloader.bridge import loop_factory, run_until
 from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals
@@ -167,10 +168,18 @@ def _receive(channel: Channel, inbox: deque[tuple[int, bytes]], readable: select
         wait = False
 
 
-def serve_async(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine on an event loop of its own."""
+def serve_async(serve: Callable[[], Coroutine[Any, Any, None]], *, in_thread: bool = False) -> None:
+    """Run a coroutine on an event loop of its own; `in_thread`: also on after a task has raised SystemExit or
+    KeyboardInterrupt, which end a process.
+    """
     with asyncio.Runner(loop_factory=loop_factory()) as loop_runner:
-        loop_runner.run(serve())
+        if not in_thread:
+            loop_runner.run(serve())
+            return
+        loop = loop_runner.get_loop()
+        serving = loop.create_task(serve())
+        run_until(serving.done, partial(loop.run_until_complete, serving))
+        serving.result()
 
 
 class AsyncTaskLoop:
@@ -197,6 +206,8 @@ class AsyncTaskLoop:
         unlisten = self._runner.channel.listen(self._loop, self._readable)
         # Not awaited: while the dataset's context is entered, a STOP or the end of the channel must take effect.
         opening = self._loop.create_task(self._runner.open()) if self._runner.opens else None
+        if opening is not None:
+            opening.add_done_callback(partial(self._finished, at_task=False))
         try:
             await self._done
         finally:
@@ -242,13 +253,13 @@ class AsyncTaskLoop:
         else:
             self._runner.control(kind, body)
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, task: asyncio.Task[None], *, at_task: bool = True) -> None:
         self._tasks.pop(task, None)
         # `task_async` answers an error of the user's code. An error here comes from answering: the channel has ended,
         # above all.
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            self._end(error, at_task=True)
+            self._end(error, at_task=at_task)
         elif self._leaving:
             self._leave()
 

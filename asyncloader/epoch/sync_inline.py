@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import threading
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
@@ -236,6 +237,13 @@ def close_at_exit(iterator: ClosesAtExit) -> None:
 
 
 def _close_all() -> None:
+    threading.excepthook = partial(_report_thread, threading.excepthook)
     for iterator in _live:
         iterator._close_soon()
     join_all(_EXIT_SECONDS)
+
+
+def _report_thread(report: Callable[[threading.ExceptHookArgs], object], raised: threading.ExceptHookArgs) -> None:
+    # A daemon thread that was in `next()` ends by this error, and nothing is wrong with that while the process exits.
+    if not issubclass(raised.exc_type, LoaderClosed):
+        report(raised)

@@ -46,6 +46,7 @@ from asyncloader.workers.pool import WorkerPool
 
 _POP = deque[Action | None].popleft
 _NOTHING = contextlib.nullcontext()
+_SHUT_DOWN = "this iterator was shut down"
 _TWO_THREADS = (
     "next() of this iterator was called while another thread is in it: let one thread at a time call it, under a lock, "
     "or have each thread iterate over a loader of its own"
@@ -379,7 +380,7 @@ class WorkerIterator(CountedNext):
         # `stop` instead of ending the epoch a second time.
         self._shutdown = True
         if self._ended is None:
-            self._ended = "this iterator was shut down"
+            self._ended = _SHUT_DOWN
         try:
             self._end_epoch()
         finally:
@@ -404,7 +405,7 @@ class WorkerIterator(CountedNext):
             return
         self._shutdown = True
         if self._ended is None:
-            self._ended = "this iterator was shut down"
+            self._ended = _SHUT_DOWN
         # The parts without the iterator, which is being freed.
         self._bridge.release_soon(_close_dropped, self._pipeline, self._consumer, self._queue, self._pool)
 
@@ -432,7 +433,7 @@ async def _detach(pool: WorkerPool) -> None:
 async def _close_dropped(
     pipeline: Pipeline | None, consumer: Consumer | None, ready: BlockingQueue, pool: WorkerPool
 ) -> None:
-    """End the parts of an iterator that was dropped."""
+    """End the parts of an iterator that was dropped, or that a thread may still read at exit."""
     if pipeline is not None:
         await _close(pipeline)
 
@@ -443,6 +444,8 @@ async def _close_dropped(
             ready.discard()
         finally:
             pool.stop()
+            # Last, as in `_shutdown_workers`. A program may wait at its exit for a thread that is in `next`.
+            ready.put(Fail(LoaderClosed(_SHUT_DOWN)))
 
     # In a thread, because closing the stages and stopping the workers both block.
     await in_thread(end)

@@ -22,6 +22,7 @@ from typing import Any
 from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from asyncloader.shielding import shielded
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.mocks import has_special_method
 from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
 
@@ -100,7 +101,7 @@ class DatasetContext:
         the order in which they came.
 
         Raises:
-            Exception: what entering raised.
+            BaseException: what entering raised.
         """
         if not self.needed:
             return
@@ -130,15 +131,17 @@ class DatasetContext:
                 if not opened.done():
                     opened.set_result(None)
                 await leave.wait()
-        # Also for a cancellation: tasks that wait in `open` must not wait on.
+        # Whatever it is: tasks that wait in `open` must not wait on.
         except BaseException as error:
-            if not opened.done():
-                if isinstance(error, Exception):
-                    opened.set_exception(error)
-                    opened.exception()  # marked as retrieved: perhaps no task waits any more
-                    return
+            if opened.done():
+                raise
+            if isinstance(error, asyncio.CancelledError):
                 opened.cancel()
-            raise
+                raise
+            if isinstance(error, GeneratorExit):  # it would close the coroutines of those that wait
+                error = not_the_end(error, "the dataset's code")
+            opened.set_exception(error)
+            opened.exception()  # marked as retrieved: perhaps no task waits any more
 
     async def _await_before(self) -> None:
         before = self._before
@@ -147,7 +150,7 @@ class DatasetContext:
         if before is not None:
             try:
                 await before
-            except Exception as error:  # a coroutine can be awaited once
+            except BaseException as error:  # a coroutine can be awaited once
                 self._before = _Failed(error)
                 raise
             self._before = None
@@ -197,7 +200,7 @@ async def wait_until_left(seconds: float = EXIT_SECONDS) -> None:
 class _Failed:
     """Stands for an awaitable that raised this error."""
 
-    def __init__(self, error: Exception) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 

@@ -116,7 +116,7 @@ def run_thread(
         runner = ThreadTaskRunner(said, worker_id, channel, setup, recorder, entered, codec)
         try:
             if runner.asynchronous:
-                serve_async(AsyncTaskLoop.of(runner))
+                serve_async(AsyncTaskLoop.of(runner), in_thread=True)
             else:
                 _serve_blocking(runner, channel)
         finally:

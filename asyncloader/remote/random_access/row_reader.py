@@ -69,13 +69,24 @@ class RowReader:
             yield RowGroupSamples(first, stop, group.part(at, end))
             at = end
 
-    def read_at_once(self, wanted: RowGroupSamples) -> list[Sample] | None:
-        """Return samples of a row group that is open, if memory has them all; otherwise None. Never waits.
+    def read_at_once(self, wanted: RowGroupSamples, most: int) -> tuple[list[Sample], int] | None:
+        """Return the first samples of a row group that is open, and their bytes, if memory has them all; otherwise
+        None. Never waits.
+
+        Args:
+            wanted: the samples.
+            most: read no further sample from this many bytes on.
 
         Raises:
             ShardError: a row is too large, or has a value without a Python form.
         """
-        return self._chunks.use_at_once(self._name(wanted), partial(self._parse, wanted))
+
+        def parse(chunk: DecodedChunk) -> tuple[list[Sample], int]:
+            rows, parsed = wanted.group.samples.tolist(), self._parsed(wanted, chunk)
+            count, nbytes = parsed.within(rows, most)
+            return parsed.samples(chunk.read, rows[:count]), nbytes
+
+        return self._chunks.use_at_once(self._name(wanted), parse)
 
     async def read(self, group: SampleGroup) -> list[Sample]:
         """Return samples of a shard, whose row groups are decoded at the same time.
@@ -117,10 +128,13 @@ class RowReader:
         return name
 
     def _parse(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> list[Sample]:
+        return self._parsed(wanted, chunk).samples(chunk.read, wanted.group.samples.tolist())
+
+    def _parsed(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> RowsFile:
         parsed: RowsFile | None = None if chunk.file is None else chunk.file.parsed
         if parsed is None:
             url = wanted.group.opened.shard.url
             parsed = RowsFile(chunk.read, chunk.size, first=wanted.first, url=url, max_sample_bytes=self._max)
             if chunk.file is not None:
                 chunk.file.parsed = parsed
-        return parsed.samples(chunk.read, wanted.group.samples.tolist())
+        return parsed

@@ -57,8 +57,10 @@ UNUSED_S = 2.0
 _LONGEST = 1 << 16
 """Longest sample of a local file that is read in the loop's thread. Longer ones are copied by several threads."""
 
-_TURN = 1 << 19
-"""Bytes that are read in the loop's thread before other tasks of the loop have a turn."""
+_TURN = 1 << 18
+"""Bytes from which on other tasks of the loop have a turn, and the most that are read at once in its thread: a turn is
+at most twice as long. No row takes more, as `pread_cached` reads no more.
+"""
 
 _LEAST = 1 << 13
 """Least bytes that a sample counts."""
@@ -219,21 +221,24 @@ class ShardsReader:
             return [group]
         left: list[SampleGroup] = []
         for each in self._rows.split(group):
-            for at in range(0, len(each.group.places), _ROWS_AT_ONCE):
+            at, count = 0, len(each.group.places)
+            while at < count:
                 part = each.group.part(at, at + _ROWS_AT_ONCE)
-                found = self._rows.read_at_once(each._replace(group=part))
+                found = self._rows.read_at_once(each._replace(group=part), _TURN)
                 if found is None:
                     # All together: a row group that is not kept is decoded for each call that needs it.
-                    left.append(each.group.part(at, len(each.group.places)))
+                    left.append(each.group.part(at, count))
                     break
-                part.put(found, samples)
-                await self._give_turn(len(found) * _LEAST)
+                rows, nbytes = found
+                each.group.part(at, at + len(rows)).put(rows, samples)
+                at += len(rows)
+                await self._give_turn(max(nbytes, len(rows) * _LEAST))
         return left
 
     async def _give_turn(self, nbytes: int) -> None:
         """Let other tasks of the loop run from time to time. `nbytes` were read in its thread."""
         self._since += nbytes
-        if self._since > _TURN:
+        if self._since >= _TURN:
             self._since = 0
             await asyncio.sleep(0)
 

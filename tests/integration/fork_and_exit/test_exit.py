@@ -133,3 +133,30 @@ def test_odd_ends(end: str, tmp_path: Path) -> None:
     """The loop's thread may not respond, at exit or when an iterator is dropped: this delays nothing for long."""
     done = run_script(tmp_path, PREAMBLE + ODD_ENDS[end] + "\nprint('done')\n")
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_daemon_thread_is_in_next(workers: int, tmp_path: Path) -> None:
+    """It gets LoaderClosed, and ends without a word, like any daemon thread."""
+    main = f"""
+waits = threading.Event()
+class Waiting(Async):
+    async def __getitem__(self, index):
+        if index == 1:
+            waits.set()
+            await asyncio.sleep(3600)
+        return index
+
+def consume():
+    for _ in DataLoader(Waiting(), batch_size=None, num_workers={workers}, workers="threads" if {workers} else None):
+        pass
+
+import atexit
+thread = threading.Thread(target=consume, daemon=True)
+atexit.register(thread.join)  # called after the hook that closes loaders, which is registered later
+thread.start()
+waits.wait()
+print('done')
+"""
+    done = run_script(tmp_path, PREAMBLE + main)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -224,3 +224,10 @@ def test_arguments() -> None:
         HuggingFaceTransport(f"{ROOT}/data/a")
     with pytest.raises(TypeError, match="headers is not an option"):
         HuggingFaceTransport(ROOT, headers={"Authorization": "x"})
+    with pytest.raises(TypeError, match=r"^token is not an option .* set HF_TOKEN.*login`$"):  # and not its value
+        HuggingFaceTransport(ROOT, token="hf_secret")
+    for endpoint in (5, b"https://huggingface.co"):
+        with pytest.raises(TypeError, match=r"endpoint=.* is no address: give a string"):
+            HuggingFaceTransport(ROOT, endpoint=endpoint)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="requests='many' is no number"):
+        HuggingFaceTransport(ROOT, requests="many")  # type: ignore[arg-type]
