@@ -179,9 +179,9 @@ async def test_very_many_shards(plan: Plan, tmp_path: Path) -> None:
     )
     async with serving() as store:
         store.objects = Everywhere({"": Stored(objects_of(tmp_path)["a0.tar"])})
-        code, found = await plan(f"{store.url}/{{000000..049999}}.tar", "--rtt", "20ms", "--workers", 4)
+        code, found = await plan(f"{store.url}/{{000000..019999}}.tar", "--rtt", "20ms", "--workers", 4)
         assert code == 0
         assert len(store.asked) < 100
-    assert found["run"]["figures"]["requests"] == 50_000
-    assert found["shards"]["figures"]["samples"] == pytest.approx(1_000_000, rel=0.01)
+    assert found["run"]["figures"]["requests"] == 20_000
+    assert found["shards"]["figures"]["samples"] == pytest.approx(400_000, rel=0.01)
     assert found["rate"]["figures"]["samples_per_s"] > 0

@@ -111,10 +111,13 @@ STARTING = ("init", "awaited init", "aenter", "iter", "state")
 
 
 # Each error wherever one is cheap, and the exit that is meant, of a process.
-CASES: list[Any] = [(error, way, *place) for error in LEAVING for way in ("threads", "inline") for place in PLACES]
-CASES += [(SystemExit, "fork", *place) for place in PLACES]
-CASES += [(KeyboardInterrupt, "fork", AsyncSamples, "sample"), (GeneratorExit, "fork", Entered, "aenter")]
-CASES += [pytest.param(SystemExit, "spawn", AsyncSamples, "sample", marks=pytest.mark.thorough)]
+CASES: list[Any] = [
+    *((error, way, *place) for error in LEAVING for way in ("threads", "inline") for place in PLACES),
+    *((SystemExit, "fork", *place) for place in PLACES),
+    (KeyboardInterrupt, "fork", AsyncSamples, "sample"),
+    (GeneratorExit, "fork", Entered, "aenter"),
+    pytest.param(SystemExit, "spawn", AsyncSamples, "sample", marks=pytest.mark.thorough),
+]
 
 
 @pytest.mark.parametrize(("error", "way", "make", "at"), CASES)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -25,7 +25,7 @@ def ok(body: bytes) -> bytes:
 
 
 @asynccontextmanager
-async def answering(answer: Answer) -> AsyncIterator[str]:
+async def answering(answer: Answer) -> AsyncGenerator[str]:
     """Run a server that writes what it likes; gives its URL."""
     number = 0
 
