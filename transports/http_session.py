@@ -139,7 +139,8 @@ class HttpSession:
         if headers:
             lines = _lines(server.fields | _by_name(headers))
         if _CONTROL.search(target):
-            raise ValueError(f"a URL with a control character: {target!r}")
+            # Without the query, which may hold a signature.
+            raise ValueError(f"a URL with a control character: {target.partition('?')[0]!r}; escape it")
         head = f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
         try:
             return HttpResponse(origin, target, *await self._exchange(server.request, method, head))

@@ -277,6 +277,7 @@ class WorkerPool:
         self._listener = None
         if self.held.holding:
             self.held.clear()
+        timer, self.held.timer = self.held.timer, None  # forgotten where its loop must not be touched, see below
         unwatch, self._unwatch = self._unwatch, None
         if unwatch is not None:
             unwatch()
@@ -286,7 +287,8 @@ class WorkerPool:
             return
         if watchdog is not None:
             watchdog.close()
-        self.held.cancel_timer()
+        if timer is not None:
+            timer.cancel()
         for process in self.processes:
             process.unlisten(loop)
 

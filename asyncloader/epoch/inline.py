@@ -130,7 +130,7 @@ class InlineEpoch:
             # reader.
             progress.live = weakref.WeakMethod(reader.live_cursor)
         self.on_loop = reader.asynchronous or self.source is not None
-        """Whether the dataset is read on an event loop, also where no thread of the consumer runs one."""
+        """Whether an event loop reads the dataset: in a sync loader the private one."""
         self.context = self.reader.context()
         self._tuning = self._tuned()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none

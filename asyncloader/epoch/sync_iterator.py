@@ -296,9 +296,9 @@ class WorkerIterator(CountedNext):
             raise self._timed_out() from None
         finally:
             self._statistics.waiting_since = None
-            if held.awaiting:
+            waited, held.awaiting = held.awaiting, 0
+            if waited:
                 held.waited += perf_counter() - begin
-                held.awaiting = 0
 
     def _send_held(self, held: HeldTasks) -> None:
         pipeline = self._pipeline

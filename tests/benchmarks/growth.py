@@ -48,7 +48,7 @@ batches: there the curves show what an idle worker costs.
 
 ![How rate, CPU time, memory and the time to the first batch grow](growth.svg)
 
-- A ring keeps its slots. Where the consumer waits for large batches, each ring comes to use three of them, while torch
+- A ring keeps its slots. Where large batches take unequal times, each ring comes to use three of them, while torch
   frees a batch's memory with the batch: see [rings and leases](../explanation/rings-and-leases.md).
 - torch makes a list of a shuffled epoch's indices, which takes 72 GB for 10^9 samples; the seeded order is computed.
 - An epoch of 10 samples is a single batch: that row is the cost of beginning an epoch.
