@@ -295,8 +295,10 @@ class WorkerStream:
                 # Raised in the next turn: samples that were found before the error are returned first.
                 self._fault = error
             except BaseException:
-                # The cancellation has ended the generator, too: the next call opens the range at the current position.
+                # The next call opens the range again, at the current position. The cancellation has ended the reading,
+                # unless it came when the samples had already arrived.
                 self._reading = None
+                await reading.aclose()
                 raise
         return None
 

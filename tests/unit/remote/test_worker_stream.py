@@ -165,6 +165,46 @@ async def test_cancelled_reading_loses_nothing(shuffle: int) -> None:
     await stream.aclose()
 
 
+@pytest.mark.parametrize("go_on", [True, False])
+async def test_cancelled_as_samples_arrive(*, go_on: bool) -> None:
+    """At whatever step `take` is cancelled, also when a shard that was opened early has just been read: no sample is
+    lost, and `aclose` closes all shards, without the garbage collector.
+    """
+    store = Store(1, 5)
+    reading: list[int] = []
+
+    async def open_slowly(shard: Shard, shard_range: AnyRange, on_bad: OnBad) -> AsyncGenerator[list[Located], None]:
+        reading.append(shard_range.shard)
+        try:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            async for located in store.open(shard, shard_range, on_bad):
+                yield located
+        finally:
+            try:
+                await asyncio.sleep(0)
+            finally:
+                reading.remove(shard_range.shard)
+
+    for steps in range(40):
+        stream = WorkerStream(store.shards, open_slowly, Assignments(store), 0)
+        stream.next_batch()
+        taking = asyncio.ensure_future(stream.take(2))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        taking.cancel()
+        await asyncio.wait([taking])
+        if not taking.cancelled():
+            assert steps > 10
+            await stream.aclose()
+            return
+        if go_on:
+            assert [sample["n"] for sample in await stream.take(9)] == [0, 100, 101, 102, 103, 104]
+        await stream.aclose()
+        assert not reading, steps
+    pytest.fail("a batch is not made in 40 steps")
+
+
 @pytest.mark.parametrize("ending", ["tar", "jsonl.gz", "parquet"])
 async def test_cancelled_while_it_closes(ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At whatever step a reader is cancelled, and once more: its tasks have ended and its transports are closed."""
