@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Generator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -24,6 +23,7 @@ from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
+from asyncloader.plain_context import plain_context
 
 _log = logging.getLogger("asyncloader")
 
@@ -109,7 +109,7 @@ class _Endless(RandomSampler):
         super().__init__(dataset, replacement=True, num_samples=1 << 40, generator=generator)
 
 
-@contextmanager
+@plain_context
 def _generators_kept() -> Generator[None]:
     """Set this process's global generators back afterwards: code of the user's that runs here may draw from them."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()

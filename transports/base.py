@@ -38,12 +38,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from typing_extensions import Buffer
 
+from asyncloader.plain_context import plain_context
 from asyncloader.transports.errors import (
     ObjectNotFound,
     RangeOutOfBounds,
@@ -378,7 +379,7 @@ class PinnedReader:
             return False
         return info.etag is not None and info.etag == self.etag
 
-    @contextmanager
+    @plain_context
     def _reading(self, ranges: Sequence[tuple[int, int]]) -> Generator[None, None, None]:
         with self._errors():
             try:
@@ -390,7 +391,7 @@ class PinnedReader:
                     raise
                 raise changed_error(self.path) from error
 
-    @contextmanager
+    @plain_context
     def _errors(self) -> Generator[None, None, None]:
         """Turn every error of the transport into a TransportError: it must never look like a bad sample."""
         try:

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.counters import count
 from asyncloader.transports.cache_layout import (
     Stored,
@@ -232,7 +233,7 @@ class CacheUsage:
             if old is not None:
                 os.close(old)
 
-    @contextmanager
+    @plain_context
     def _lock(self, *, wait: bool = False) -> Generator[bool]:
         descriptor = open_regular(os.path.join(self._root, "lock"), os.O_RDWR | os.O_CREAT)
         try:
@@ -261,7 +262,7 @@ class CacheUsage:
             if charged is not None and file.is_file(follow_symlinks=False):
                 yield charged, file.path
 
-    @contextmanager
+    @plain_context
     def cleaning(self) -> Generator[None]:
         """Hold while the files in ``fills`` are cleaned up, or must not be: that locks each of them for a moment."""
         descriptor = os.open(os.path.join(self._root, "fills"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

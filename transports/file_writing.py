@@ -15,11 +15,12 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from threading import Event
 
 from typing_extensions import Buffer
 
+from asyncloader.plain_context import plain_context
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, TransportError, WriteFailed
@@ -119,7 +120,7 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-@contextmanager
+@plain_context
 def write_errors(path: str, name: str) -> Generator[None, None, None]:
     """Translate the system's errors about writing `path`, the file `name`, into `TransportError`s."""
     try:

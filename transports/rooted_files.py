@@ -15,9 +15,10 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import NamedTuple
 
+from asyncloader.plain_context import plain_context
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 
@@ -183,7 +184,7 @@ def _below(true: str, root: str) -> bool:
     return true == root or true.startswith(root.rstrip("/") + "/")
 
 
-@contextmanager
+@plain_context
 def os_errors(path: str, root: str) -> Generator[None, None, None]:
     """Translate the system's errors about `path` below `root` into `TransportError`s."""
     where = repr(os.path.join(root, path))

@@ -21,6 +21,8 @@ import threading
 from collections.abc import Generator, Iterable
 from pathlib import Path
 
+from asyncloader.plain_context import plain_context
+
 _SYNCHRONOUS = {
     getattr(signal, name)
     for name in ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGTRAP")
@@ -39,7 +41,7 @@ class _Fork(threading.local):
 _fork = _Fork()
 
 
-@contextlib.contextmanager
+@plain_context
 def signals_blocked() -> Generator[None]:
     """Context around the fork of a worker: this thread gets no signals, and the child none until it calls
     `set_worker_signals`.

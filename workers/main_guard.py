@@ -7,7 +7,6 @@ which makes a loader and would start workers again.
 from __future__ import annotations
 
 import ast
-import contextlib
 import os
 import sys
 import threading
@@ -15,6 +14,7 @@ from collections.abc import Generator
 from multiprocessing import process
 from pathlib import Path
 
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.fetch.error_notes import add_note
 
 FORK = (
@@ -79,7 +79,7 @@ def about_main() -> str:
     )
 
 
-@contextlib.contextmanager
+@plain_context
 def found_in_main() -> Generator[None]:
     """Context around unpickling in a worker: if a name is missing in the main module, notes on the error why."""
     try:

@@ -11,7 +11,6 @@ The worker sets each as an attribute of its own `__main__`. Each is sent to a wo
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import io
 import pickle
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.main_guard import FORK
 
 _MAIN = "__main__"
@@ -37,7 +37,7 @@ def in_session() -> bool:
     return file is None or not Path(file).exists()
 
 
-@contextlib.contextmanager
+@plain_context
 def file_of_main_hidden() -> Generator[None]:
     """Context around the start of a process. In a session it hides the `__file__` of `__main__`: a program read from
     standard input has "<stdin>", which multiprocessing would have the child import.

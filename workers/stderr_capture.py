@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Generator
 
-from asyncloader.workers.fetch.plain_context import plain_context
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.memory import segment
 
 _TAIL = 16 << 10

@@ -8,7 +8,7 @@ The consumer takes batches and drops them.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from time import perf_counter
 from typing import Any
 
@@ -22,6 +22,7 @@ from asyncloader.options.auto_workers import AutoWorkers
 from asyncloader.options.clone import constructor_arguments, made_from
 from asyncloader.options.declaration import OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.plain_context import plain_context
 from asyncloader.samplers.position_source import PositionSource
 from asyncloader.telemetry.counters import STAGES, stage_times
 from asyncloader.telemetry.diagnosis import diagnose
@@ -101,7 +102,7 @@ def _make_loader(make: Callable[[], Any], job: Job) -> torch.utils.data.DataLoad
     return made_from(loader, DataLoader, changes)
 
 
-@contextmanager
+@plain_context
 def _close_after(loader: Any) -> Generator[None]:
     """Close asyncloader's loader when the block ends."""
     if isinstance(loader, DataLoader):

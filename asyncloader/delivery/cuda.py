@@ -23,7 +23,7 @@ import torch
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.numa import node_of
 from asyncloader.errors import DeviceUnavailable, PageLockError
-from asyncloader.workers.fetch.plain_context import plain_context
+from asyncloader.plain_context import plain_context
 
 if sys.platform != "win32":
     import resource

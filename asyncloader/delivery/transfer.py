@@ -22,8 +22,8 @@ import torch
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.byte_ranges import copy_ranges
 from asyncloader.delivery.tensors import StaticTensors, dense_parts, move, moved_tensors, only_tensors, tensors_of
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.fetch.plain_context import plain_context
 
 _Copy: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 

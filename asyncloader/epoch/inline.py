@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -33,6 +33,7 @@ from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed
 from asyncloader.errors import TooManySkippedSamples
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.plain_context import plain_context
 from asyncloader.ranks.topology import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
@@ -302,7 +303,7 @@ class InlineEpoch:
         begin = perf_counter()
         return _NOTHING if begin < self.statistics.look_closely_at else self._measured(begin, process_time)
 
-    @contextmanager
+    @plain_context
     def _measured(self, begin: float, clock: Callable[[], float]) -> Generator[None]:
         self.statistics.look_closely_at = begin + _LOOK_S
         delayed, computed, began = thread_delay(), clock(), perf_counter()

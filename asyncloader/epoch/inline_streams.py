@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from asyncloader.epoch.stream_turns import StreamTurns
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import WorkerSetup, seed_cpu_generators

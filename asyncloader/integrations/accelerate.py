@@ -90,7 +90,6 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     return skipping
 
 
-@warn_only_of(())
 def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
     """Replace the loader inside one of Accelerate's wrappers by ours with the same arguments.
 
@@ -112,6 +111,11 @@ def adopt(prepared: Any, like: DataLoader[Any] | None = None) -> Any:
         ValueError: ``use_stateful_dataloader=True``, but several processes get their batches from one, or each reads a
             stream, while Accelerate keeps one state for all. Or `like` has another rank than Accelerate's.
     """
+    with warn_only_of(()):
+        return _adopt(prepared, like)
+
+
+def _adopt(prepared: Any, like: DataLoader[Any] | None) -> Any:
     # `type`, here and below: the wrappers report the class of the loader inside them.
     wrapper = issubclass(type(prepared), DataLoaderAdapter)
     if not wrapper and not issubclass(type(prepared), torch.utils.data.DataLoader):

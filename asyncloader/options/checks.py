@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
@@ -22,6 +21,7 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
 from asyncloader.options.auto_value import AutoValue
+from asyncloader.plain_context import plain_context
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
@@ -289,7 +289,7 @@ def options_about_dataset() -> list[str]:
     return [name for name in ABOUT_DATASET if names is None or name in names]
 
 
-@contextmanager
+@plain_context
 def warn_only_of(names: Collection[str]) -> Generator[None]:
     """While a loader is made from another loader: warn of these options only, not of those that it takes over."""
     outer = _said_of.get()

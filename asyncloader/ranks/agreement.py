@@ -33,6 +33,7 @@ import numpy as np
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
+from asyncloader.plain_context import plain_context
 from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
 from asyncloader.workers.ipc.peer_text import line_of
@@ -93,7 +94,7 @@ class Agreement:
         self._lock = threading.Lock()
         self._before = group.begin(self)
 
-    @contextlib.contextmanager
+    @plain_context
     def _locked(self) -> Generator[None]:
         with self._lock:
             try:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
+from asyncloader.plain_context import plain_context
 from asyncloader.transports import PinnedReader, Transport
 
 MOST_PINS = 256
@@ -32,7 +32,7 @@ class Pins:
     def __init__(self) -> None:
         self._pins: OrderedDict[str, Pin] = OrderedDict()
 
-    @contextmanager
+    @plain_context
     def hold(self, transport: Transport, path: str, url: str) -> Generator[Pin, None, None]:
         """Return the reader of a shard for the time of a ``with`` block. A version without returned samples is dropped
         at its end, so that the next attempt may read another version.

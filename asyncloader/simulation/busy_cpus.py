@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+
+from asyncloader.plain_context import plain_context
 
 # Of the lowest priority, so that no other work waits for it. It also ends when this process is killed.
 _PROGRAM = """
@@ -24,7 +26,7 @@ while os.getppid() == int(sys.argv[1]):
 """
 
 
-@contextmanager
+@plain_context
 def busy_cpus(number: int) -> Generator[None]:
     """Context in which this number of processes compute. Where none can be started, it does nothing.
 

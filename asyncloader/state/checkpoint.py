@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
@@ -20,6 +19,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from asyncloader.errors import StateError
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.plain_context import plain_context
 from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.exchange import RankExchange
 from asyncloader.ranks.process_group import RankGroup, has_group, make_group
@@ -86,7 +86,7 @@ class StateKeeper:
         """Set the epoch of the next iterator. See `DataLoader.set_epoch`."""
         self._clock_of(EpochConfig.of(spec)).set(epoch)
 
-    @contextmanager
+    @plain_context
     def lent_dataset(self, spec: LoaderSpec[Any]) -> Generator[None]:
         """Within it, another loader reads the same dataset, in an epoch of its own."""
         try:

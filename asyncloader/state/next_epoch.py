@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.plain_context import plain_context
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state
 from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.seeding import draw_seed, global_generators_kept
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncloader.plain_context import plain_context
 from asyncloader.verification.causes import ExperimentFailed, in_fork, until
 from asyncloader.verification.making import import_target
 from asyncloader.verification.runs import Job, opened
@@ -107,7 +108,7 @@ def _decisive(work: Work, seconds: float) -> CodeLine | None:
     return next((line for line in lines if seeded(line) != wanted), None)
 
 
-@contextmanager
+@plain_context
 def _noting(found: list[CodeLine], least: int) -> Generator[None]:
     """Note the lines that draw from the process's generators, in files of at least this rank."""
     with changes(generator_marks, least) as lines:

@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Generator
 from typing import IO, Any
 
+from asyncloader.plain_context import plain_context
 from asyncloader.verification import causes, draws
 from asyncloader.verification.descendants import adopt_orphans
 from asyncloader.verification.interpreter import OTHER_ORDER
@@ -89,7 +90,7 @@ def serve(fd: int, target: str, carry_out: CarryOut) -> None:
     os._exit(0)  # threads of the module may not end
 
 
-@contextlib.contextmanager
+@plain_context
 def _ended_with(connection: socket.socket) -> Generator[None]:
     """Context in which this process ends at once when the other end of the connection is closed: until the import is
     over, nothing is sent over it, and the signal of the system means that.

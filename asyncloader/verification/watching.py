@@ -10,17 +10,17 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from asyncloader.plain_context import plain_context
 from asyncloader.verification.tokens import token
 from asyncloader.verification.user_code import CodeLine, is_users, rank
 
 _MOST_EVENTS = 100_000
 
 
-@contextmanager
+@plain_context
 def _tracing(trace: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
     threading.settrace(trace)
     sys.settrace(trace)
@@ -31,7 +31,7 @@ def _tracing(trace: Callable[[FrameType, str, Any], Any]) -> Generator[None]:
         threading.settrace(None)
 
 
-@contextmanager
+@plain_context
 def changes(read: Callable[[], Any], least: int = 1) -> Generator[list[CodeLine]]:
     """Yield a list, which gets the user's lines during which `read()` came to return another value, in their order.
 
@@ -77,7 +77,7 @@ def _here(frame: FrameType) -> CodeLine:
     return CodeLine(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name)
 
 
-@contextmanager
+@plain_context
 def record() -> Generator[list[tuple[str, int, str, str]]]:
     """Yield a list, which gets each user line that has run: file, line, function, and a token of all that it could
     change: the frame's variables, or the value that it returned.
@@ -109,7 +109,7 @@ def record() -> Generator[list[tuple[str, int, str, str]]]:
         yield events
 
 
-@contextmanager
+@plain_context
 def following(note: Callable[[str], None]) -> Generator[None]:
     """Note each of the user's lines before it runs, as ``file|line|function``."""
 
@@ -122,7 +122,7 @@ def following(note: Callable[[str], None]) -> Generator[None]:
         yield
 
 
-@contextmanager
+@plain_context
 def called_before(calls: Mapping[CodeLine, Callable[[], object]]) -> Generator[None]:
     """Call a function before each of these lines runs."""
 
@@ -148,7 +148,7 @@ def parting(first: Iterable[tuple[str, int, str, str]], second: Iterable[tuple[s
     return None
 
 
-@contextmanager
+@plain_context
 def uses(values: Iterable[Any]) -> Generator[dict[int, CodeLine]]:
     """Yield a dictionary, which gets the first user line that called a method of each value, by the value's id."""
     ids = {id(value) for value in values}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
-from asyncloader.workers.fetch.plain_context import plain_context
+from asyncloader.plain_context import plain_context
 
 
 class EndOfData(Exception):

@@ -21,6 +21,7 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.errors import StateError, is_about_sample
+from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.counters import Recorder, Stage
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
@@ -33,7 +34,6 @@ from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.mocks import has_method
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample

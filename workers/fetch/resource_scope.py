@@ -16,8 +16,8 @@ from functools import partial
 from typing import Any
 
 from asyncloader.bridge import in_thread
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.fetch.open_handles import Handles, SyncHandles, close_all_of
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.memory.live_objects import LiveObjects
 
 CLOSE_SECONDS = 1.5

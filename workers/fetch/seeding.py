@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from asyncloader.errors import warn_aside
+from asyncloader.plain_context import plain_context
 from asyncloader.workers.fetch.numpy_state import numpy_mark, save_numpy_state
-from asyncloader.workers.fetch.plain_context import plain_context
 from asyncloader.workers.fetch.random_state import save_random_state
 
 BatchPosition: TypeAlias = int | tuple[int, ...]

@@ -13,9 +13,9 @@ import os
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
+from asyncloader.plain_context import plain_context
 from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
 
 _log = logging.getLogger("asyncloader")
@@ -24,7 +24,7 @@ _LOG_AFTER = 10.0
 """Seconds of waiting after which a warning is logged."""
 
 
-@contextmanager
+@plain_context
 def claim(path: str, timeout: float) -> Generator[None]:
     """Have the right to write `path` within the block. Makes the file's directory if it is missing.
 

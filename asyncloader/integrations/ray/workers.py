@@ -14,13 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self
 
 from asyncloader.errors import ServiceUnavailable
 from asyncloader.integrations.ray.actors import Fleet, FleetOptions, FleetView, placed_at
+from asyncloader.plain_context import plain_context
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.engine import Credentials, EngineNode
 
@@ -173,7 +173,7 @@ class RayWorkers:
 
     # ------------------------------------------------------------------------------------------ the fleet
 
-    @contextmanager
+    @plain_context
     def _locked(self) -> Generator[None]:
         try:
             with self._lock:
