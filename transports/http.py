@@ -8,7 +8,7 @@ interprets the responses. The object stores use `download`, `client_owner` and `
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -51,6 +51,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
             ``Content-MD5``), if any. Default True.
 
     Raises:
+        TypeError: `retry` is no policy, `headers` no mapping and no function, or a number is none.
         ValueError: the URL is no http or https URL, or a number is out of bounds.
         InvalidPath: `listing` is not a canonical path.
     """
@@ -74,11 +75,14 @@ class HttpTransport(NetworkTransport[HttpClient]):
     ) -> None:
         _check_root(root)
         check_limits(requests, min_bytes_per_s, connect_s=connect_s, first_byte_s=first_byte_s, stalled_s=stalled_s)
+        if not (headers is None or callable(headers) or isinstance(headers, Mapping)):
+            # Its values may be secrets.
+            raise TypeError(f"headers= is a {type(headers).__name__}: give a mapping, or a function that returns one")
         if listing is not None:
             check_path(listing)
         options: dict[str, Any] = {
             "headers": headers,
-            "retry": RetryPolicy() if retry is None else retry,
+            "retry": RetryPolicy.of(retry),
             "requests": requests,
             "connect_s": connect_s,
             "first_byte_s": first_byte_s,

@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, Version, safe_url, status_error
-from asyncloader.transports.http_session import HttpSession, url_of
+from asyncloader.transports.http_session import MOST_ORIGINS, HttpSession, url_of
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
 from asyncloader.transports.retrying_client import RetryingClient
 
@@ -236,6 +236,8 @@ class HttpClient(RetryingClient[HttpSession]):
         found = getproxies().get(origin[0])
         if found and "://" not in found:  # "host:port", which curl and requests take, too
             found = f"http://{found}"
+        if len(self._proxies) == MOST_ORIGINS:
+            self._proxies.clear()
         self._proxies[origin] = proxy = (
             found if found and not proxy_bypass(url_of(origin, "/").raw_host or "") else None
         )

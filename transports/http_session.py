@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _KNOWN = (3, 11), (3, 15)  # aiohttp's versions from the first on, below the second
 
+MOST_ORIGINS = 1000
+"""Origins of which something is remembered: redirects may name any number of them."""
+
 _FIELDS = {"Accept-Encoding": "identity", "User-Agent": "asyncloader"}
 _BUFFERED = 1 << 18  # bytes of a response that wait to be read; twice as many stop the connection
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
@@ -134,6 +137,8 @@ class HttpSession:
             return await self._session.request(method, url, headers=headers, allow_redirects=False, proxy=proxy)
         server = self._servers.get(origin)
         if server is None:
+            if len(self._servers) == MOST_ORIGINS:
+                self._servers.clear()
             server = self._servers[origin] = self._server(origin)
         lines = server.lines
         if headers:

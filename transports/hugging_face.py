@@ -191,6 +191,7 @@ class HuggingFaceTransport(HttpTransport):
         limits: `connect_s`, `first_byte_s`, `stalled_s`, `min_bytes_per_s`, `verify`: as for `HttpTransport`.
 
     Raises:
+        TypeError: `retry` is no policy, or a number is none.
         ValueError: the URL is not of a dataset, or a number is out of bounds.
         TransportError: `huggingface_hub` is not installed.
     """

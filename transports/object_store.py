@@ -64,6 +64,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             1024; 0: no least rate.
 
     Raises:
+        TypeError: `retry` is no policy, or a number is none.
         ValueError: the URL is not an object store's, an option does not apply to it, or a number is out of bounds.
         InvalidPath: the prefix is not canonical.
     """
@@ -99,7 +100,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             "credentials": credentials,
             "config": dict(config or {}),
             "client": dict(client or {}),
-            "retry": RetryPolicy() if retry is None else retry,
+            "retry": RetryPolicy.of(retry),
             "requests": requests,
             "connect_s": connect_s,
             "stalled_s": stalled_s,

@@ -109,6 +109,17 @@ class RetryPolicy:
             if not 400 <= status <= 599:
                 raise ValueError(f"statuses must be HTTP errors, 400 to 599; got {status}")
 
+    @classmethod
+    def of(cls, retry: Self | None) -> Self:
+        """Return the policy that an option ``retry=`` means; None: the default.
+
+        Raises:
+            TypeError: it is no policy.
+        """
+        if isinstance(retry, cls | None):
+            return cls() if retry is None else retry
+        raise TypeError(f"retry={retry!r} is no RetryPolicy: give RetryPolicy(budget_s=seconds), or None")
+
     @property
     def at_first_contact(self) -> RetryPolicy:
         """The same policy for a store that has not answered yet."""

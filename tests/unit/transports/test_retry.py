@@ -7,11 +7,13 @@ import socket
 import ssl
 from email.utils import formatdate
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncloader.transports import open_transport
 from asyncloader.transports.retry import (
     RETRYABLE_STATUSES,
     Attempts,
@@ -53,6 +55,14 @@ def test_policy_refuses_what_makes_no_sense(options: dict[str, float], match: st
     """A value out of its bounds is an error that names it."""
     with pytest.raises(ValueError, match=match):
         RetryPolicy(**options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("root", ["http://host/", "s3://bucket/", "hf://datasets/owner/name"])
+@pytest.mark.parametrize("retry", [5, 0, False, "5", {"budget_s": 5}])
+def test_an_option_that_is_no_policy(root: str, retry: Any) -> None:
+    """It is refused when the transport is made, in the words of the option."""
+    with pytest.raises(TypeError, match=r"retry=.* is no RetryPolicy: give RetryPolicy\(budget_s=seconds\), or None"):
+        open_transport(root, retry=retry)
 
 
 def test_policy_pickles() -> None:
