@@ -112,8 +112,8 @@ def constructor() -> Count:
     [
         (steady_batch, 55, 40),
         (inline_batch, 41, 29),
-        (second_iter, 203, 139),
-        (partial(second_iter, seed=1), 361, 259),
+        (second_iter, 211, 141),
+        (partial(second_iter, seed=1), 369, 261),
         (constructor, 80, 21),
     ],
     ids=["batch", "batch without workers", "second iter", "second iter, seeded", "constructor"],

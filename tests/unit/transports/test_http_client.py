@@ -26,7 +26,7 @@ def test_other_origins(url: str) -> None:
 @pytest.mark.parametrize("headers", [5, "Authorization: secret", [("Authorization", "secret")], {"secret"}])
 def test_headers_that_are_no_mapping(headers: Any) -> None:
     """They are refused, not left out in silence; the text does not repeat a secret."""
-    with pytest.raises(TypeError, match="headers= is a .*: give a mapping, or a function") as caught:
+    with pytest.raises(TypeError, match=r"headers= is a .*: give a mapping, or a function") as caught:
         HttpTransport("http://host/", headers=headers)
     assert "secret" not in str(caught.value)
 
