@@ -294,11 +294,12 @@ class WorkerStream:
             except Exception as error:
                 # Raised in the next turn: samples that were found before the error are returned first.
                 self._fault = error
-            except BaseException:
+            except BaseException as error:
                 # The next call opens the range again, at the current position. The cancellation has ended the reading,
-                # unless it came when the samples had already arrived.
+                # unless it came when the samples had already arrived. GeneratorExit lets nothing be awaited.
                 self._reading = None
-                await reading.aclose()
+                if isinstance(error, asyncio.CancelledError):
+                    await reading.aclose()
                 raise
         return None
 

@@ -179,7 +179,8 @@ async def test_very_many_shards(plan: Plan, tmp_path: Path) -> None:
     )
     async with serving() as store:
         store.objects = Everywhere({"": Stored(objects_of(tmp_path)["a0.tar"])})
-        code, found = await plan(f"{store.url}/{{000000..019999}}.tar", "--rtt", "20ms", "--workers", 4)
+        urls = f"{store.url}/{{000000..019999}}.tar"
+        code, found = await plan(urls, "--rtt", "20ms", "--workers", 4, "--batch-size", 4)
         assert code == 0
         assert len(store.asked) < 100
     assert found["run"]["figures"]["requests"] == 20_000
