@@ -59,10 +59,6 @@ class Contents:
         """Mean bytes of the store for a sample."""
         return float(self.sizes.sum()) / max(1, self.total)
 
-    def shard_bytes(self) -> float:
-        """Mean bytes of a shard's object."""
-        return float(self.sizes.sum()) / max(1, len(self.catalog))
-
     def grain(self, batch_size: int, most_batches: int) -> int:
         """Return the largest divisor of a batch's samples that still cuts a mean shard into `LEAST_UNITS` units; 1 for
         an epoch of at most this number of batches, whose end can be simulated exactly.

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.events import Action, Assign, Completed, Deliver, Exhausted, Finish, Started
 from asyncloader.remote.assignment import Assignment, AssignmentLog, Reply, ShardAssigner, StreamStart
-from asyncloader.remote.prefetch import MAX_PREFETCHED_RANGES
 from asyncloader.remote.reading import READ_AHEAD
 from asyncloader.remote.worker_stream import WorkerStream
 from asyncloader.simulation.contents import Contents
@@ -142,8 +141,6 @@ class _SimulatedEpoch:
         self._setting = setting
         self._costs = costs
         self._most = max(MOST_BATCHES, MOST_OF_A_WORKER * workers)
-        # Of small shards, a worker has those open that it opens early, and no more.
-        self._ahead = min(setting.read_ahead, (1 + MAX_PREFETCHED_RANGES) * contents.shard_bytes())
         self._grain = contents.grain(setting.batch_size, self._most)
         self._units = setting.batch_size // self._grain
         units = int((-(-contents.samples // self._grain)).sum())
@@ -181,7 +178,7 @@ class _SimulatedEpoch:
     @property
     def _enough(self) -> bool:
         came, setting = len(self._came), self._setting
-        steady = self._traffic.nbytes >= STEADY * setting.workers * self._ahead
+        steady = self._traffic.nbytes >= STEADY * setting.workers * setting.read_ahead
         return came > self._most and (steady or came > MOST_TIMES * self._most)
 
     def _stop(self) -> None:
