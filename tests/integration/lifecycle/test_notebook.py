@@ -45,11 +45,14 @@ def run_cells(folder: Path, *cells: str) -> list[Any]:
 
 
 DEFINITIONS = """
-import asyncio, enum, multiprocessing, os, signal, threading
+import asyncio, enum, multiprocessing, os, signal, threading, warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 import torch
 from asyncloader import AsyncDataLoader, DataLoader, Dataset, share
+
+# A notebook's kernel has threads, and shows what Python 3.12 and later say of a fork then.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
 
 SCALE = 10
 
