@@ -46,7 +46,7 @@ from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
-from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.state.checkpoint import Carried, StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.state.single_steps import (
     begin_at,
@@ -115,12 +115,12 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
         _check_auto(arguments["num_workers"], arguments["seed"])
         self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
-        self._begin()
+        self._begin(Carried())
 
-    def _begin(self) -> None:
-        """Set up the loader's state besides its options; copies and pickles begin with a fresh one."""
+    def _begin(self, carried: Carried) -> None:
+        """Set up the loader's state besides its options; copies and pickles begin with one of their own."""
         self._statistics = Statistics()
-        self._keeper = StateKeeper()
+        self._keeper = StateKeeper(carried)
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
         self._iterators: LiveObjects[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = LiveObjects()
         self._pools: LiveObjects[WorkerPool] = LiveObjects()
@@ -136,11 +136,11 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
         state = {name: value for name, value in self.__dict__.items() if name not in _RUNNING}
-        return state | {"_spec": copy.copy(self._spec)}
+        return state | {"_spec": copy.copy(self._spec), "_origin": self._keeper.carried()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._begin(self.__dict__.pop("_origin"))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SPEC_NAMES:

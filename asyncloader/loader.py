@@ -23,7 +23,7 @@ from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
-from asyncloader.never_iterated import warn_if_replaced
+from asyncloader.never_iterated import taken, warn_if_replaced
 from asyncloader.options.auto_setting import SETTABLE, set_later
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
@@ -38,7 +38,7 @@ from asyncloader.options.declaration import (
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
-from asyncloader.state.checkpoint import StateKeeper
+from asyncloader.state.checkpoint import Carried, StateKeeper
 from asyncloader.state.single_steps import (
     begin_at,
     check_step,
@@ -81,11 +81,12 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     @property
     def _asyncloader_state(self) -> _FacadeState:
-        # Made on demand and kept under a private name, so that copies and pickles of a loader begin with fresh state.
-        # So does a forked child, in which the loop's thread does not exist.
+        # Made on demand and kept under a private name: copies and pickles of a loader begin with a state of their own,
+        # and so does a forked child, in which the loop's thread does not exist.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
         if state is None or state.owner != os.getpid():
-            state = self.__dict__["_asyncloader_state"] = _FacadeState()
+            carried = Carried() if state is None else state.keeper.carried()
+            state = self.__dict__["_asyncloader_state"] = _FacadeState(carried)
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
@@ -418,10 +419,16 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.pop("_asyncloader_state", None)
+        used: _FacadeState | None = state.pop("_asyncloader_state", None)
+        state["_asyncloader_carried"] = Carried() if used is None else used.keeper.carried()
         state["_asyncloader_maker"] = None  # of no process; not left out, for a copy's options are fixed, too
         state["_iterator"] = None  # a copy has no iterator
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__dict__["_asyncloader_state"] = _FacadeState(self.__dict__.pop("_asyncloader_carried"))
+        taken(self.__dict__.get("batch_sampler"))  # `copy.copy` shares it
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
@@ -493,11 +500,11 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 class _FacadeState:
     """A loader's state besides its options."""
 
-    def __init__(self) -> None:
+    def __init__(self, carried: Carried) -> None:
         self.owner = os.getpid()
         self.statistics = Statistics()
         self.bridge = Bridge()
-        self.keeper = StateKeeper()
+        self.keeper = StateKeeper(carried)
         self.closed = False
         self.dashboard = LoaderDashboard()
         self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
@@ -48,10 +48,28 @@ _NUMBERED = (
 )
 
 
-class StateKeeper:
-    """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state."""
+class Carried(NamedTuple):
+    """What a copy of a loader goes on with.
 
-    def __init__(self) -> None:
+    Attributes:
+        loaded, pending: the state that was loaded, as given and checked; None if no iterator would begin from one.
+        count, sets_dataset: of its `EpochClock`.
+    """
+
+    loaded: dict[str, Any] | None = None
+    pending: dict[str, Any] | None = None
+    count: int = 0
+    sets_dataset: bool = False
+
+
+class StateKeeper:
+    """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state.
+
+    Args:
+        carried: of the loader of which this one is a copy.
+    """
+
+    def __init__(self, carried: Carried = Carried()) -> None:  # noqa: B008 - immutable
         self.tally = Tally()
         self.alone = False
         """Whether the iterators plan without the other ranks, which begin none."""
@@ -60,10 +78,17 @@ class StateKeeper:
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
         self._read_before = False  # an iterator before the newest gave a batch
-        self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
-        self._pending: dict[str, Any] | None = None  # the same, checked
+        self._origin = carried
+        self._loaded = carried.loaded  # the loaded state as given, until an iterator begins from it
+        self._pending = carried.pending  # the same, checked
+        self._unchecked = carried.loaded is not None  # it was checked for another process, of other ranks perhaps
         self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
         self._moment: tuple[Any, ...] = ()  # and where it was then
+
+    def carried(self) -> Carried:
+        """Return what a copy of the loader goes on with. Calls nothing of the user's."""
+        clock = self._clock or self._origin
+        return Carried(self._loaded, self._pending, clock.count, clock.sets_dataset)
 
     @property
     def grouped(self) -> bool:
@@ -79,7 +104,10 @@ class StateKeeper:
     def _clock_of(self, config: EpochConfig) -> EpochClock:
         if self._clock is None:
             samplers = [config.sampler, config.batch_sampler, getattr(config.batch_sampler, "sampler", None)]
-            self._clock = EpochClock(samplers, config.dataset, seeded=config.seeded)
+            count, sets_dataset = self._origin[2:]
+            self._clock = EpochClock(
+                samplers, config.dataset, seeded=config.seeded, count=count, sets_dataset=sets_dataset
+            )
         return self._clock
 
     def set_epoch(self, spec: LoaderSpec[Any], epoch: int) -> None:
@@ -147,6 +175,11 @@ class StateKeeper:
         """
         config = config or EpochConfig.of(spec)
         clock = self._clock_of(config)
+        if self._unchecked and self._loaded is not None:
+            epoch = clock.value
+            self.load(spec, self._loaded)
+            if clock.value != epoch:  # it was set since the state was loaded
+                clock.set(epoch)
         # A state begins one iterator only. If the iterator cannot be made, the function of `mark` restores it.
         resumed, self._pending, self._loaded = self._pending, None, None
         clock.begin()
@@ -344,7 +377,7 @@ class StateKeeper:
             raise
         # Last: a state that is refused above leaves the loader's position as it was.
         self._note_old()
-        self._loaded, self._pending = copy.deepcopy(given), state
+        self._loaded, self._pending, self._unchecked = copy.deepcopy(given), state, False
 
     def _note_old(self) -> None:
         # `_newest` is None after an empty state was loaded; the iterator from before may still deliver.
