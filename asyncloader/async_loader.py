@@ -46,7 +46,7 @@ from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
-from asyncloader.state.checkpoint import Carried, StateKeeper
+from asyncloader.state.checkpoint import CopiedState, StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.state.single_steps import (
     begin_at,
@@ -115,12 +115,12 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
         _check_auto(arguments["num_workers"], arguments["seed"])
         self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
-        self._begin(Carried())
+        self._begin(CopiedState())
 
-    def _begin(self, carried: Carried) -> None:
+    def _begin(self, origin: CopiedState) -> None:
         """Set up the loader's state besides its options; copies and pickles begin with one of their own."""
         self._statistics = Statistics()
-        self._keeper = StateKeeper(carried)
+        self._keeper = StateKeeper(origin)
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
         self._iterators: LiveObjects[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = LiveObjects()
         self._pools: LiveObjects[WorkerPool] = LiveObjects()
@@ -136,7 +136,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
         state = {name: value for name, value in self.__dict__.items() if name not in _RUNNING}
-        return state | {"_spec": copy.copy(self._spec), "_origin": self._keeper.carried()}
+        return state | {"_spec": copy.copy(self._spec), "_origin": self._keeper.for_copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -38,7 +38,7 @@ from asyncloader.options.declaration import (
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
-from asyncloader.state.checkpoint import Carried, StateKeeper
+from asyncloader.state.checkpoint import CopiedState, StateKeeper
 from asyncloader.state.single_steps import (
     begin_at,
     check_step,
@@ -85,8 +85,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         # and so does a forked child, in which the loop's thread does not exist.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
         if state is None or state.owner != os.getpid():
-            carried = Carried() if state is None else state.keeper.carried()
-            state = self.__dict__["_asyncloader_state"] = _FacadeState(carried)
+            origin = CopiedState() if state is None else state.keeper.for_copy()
+            state = self.__dict__["_asyncloader_state"] = _FacadeState(origin)
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
@@ -176,9 +176,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             StateError: in seeded mode, within an epoch, if a map dataset has a state of its own and several workers
                 read it, or one worker reads several samples at a time.
         """
-        if has_thread_workers(self):
-            return {}
-        return self._asyncloader_state.keeper.state(self)
+        return {} if has_thread_workers(self) else self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at this position with the next ``iter()``. An empty dictionary resets the position.
@@ -420,14 +418,13 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         used: _FacadeState | None = state.pop("_asyncloader_state", None)
-        state["_asyncloader_carried"] = Carried() if used is None else used.keeper.carried()
-        state["_asyncloader_maker"] = None  # of no process; not left out, for a copy's options are fixed, too
-        state["_iterator"] = None  # a copy has no iterator
-        return state
+        state["_asyncloader_origin"] = CopiedState() if used is None else used.keeper.for_copy()
+        # A copy has no iterator, and was made in no process. That is not left out, for its options are fixed, too.
+        return state | {"_asyncloader_maker": None, "_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__["_asyncloader_state"] = _FacadeState(self.__dict__.pop("_asyncloader_carried"))
+        self.__dict__["_asyncloader_state"] = _FacadeState(self.__dict__.pop("_asyncloader_origin"))
         taken(self.__dict__.get("batch_sampler"))  # `copy.copy` shares it
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -485,11 +482,10 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return "closed" if state.closed else state.keeper.place
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if (
-            exiting() or "_asyncloader_state" in self.__dict__
-        ):  # a default argument, because at exit this module's names may be gone
-            return
-        if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or inherited by a forked child
+        known = self.__dict__
+        # `exiting` is an argument, because at exit this module's names may be gone. A copy, or a loader that a forked
+        # child inherited, has another maker.
+        if not exiting() and "_asyncloader_state" not in known and known.get("_asyncloader_maker") == os.getpid():
             warn_if_replaced(self)
 
 
@@ -500,11 +496,11 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 class _FacadeState:
     """A loader's state besides its options."""
 
-    def __init__(self, carried: Carried) -> None:
+    def __init__(self, origin: CopiedState) -> None:
         self.owner = os.getpid()
         self.statistics = Statistics()
         self.bridge = Bridge()
-        self.keeper = StateKeeper(carried)
+        self.keeper = StateKeeper(origin)
         self.closed = False
         self.dashboard = LoaderDashboard()
         self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()

@@ -33,14 +33,14 @@ def warn_if_replaced(loader: Any) -> None:
     mark = known.get("batch_sampler")
     if type(mark) is BatchSampler and mark not in _ours:
         _unread[mark] = repr(loader)
-        mark.__class__ = _Watched
+        mark.__class__ = _WatchedBatches
 
 
 def taken(sampler: Any) -> Any:
     """Return a sampler or batch sampler from which one of our loaders is made: with it, nothing warns any more."""
     each = sampler
     for _ in range(_WRAPPERS):
-        if type(each) is _Watched:
+        if type(each) is _WatchedBatches:
             each.__class__ = BatchSampler
         if type(each) is BatchSampler:
             _ours.add(each)
@@ -53,7 +53,7 @@ _ours: weakref.WeakSet[BatchSampler] = weakref.WeakSet()
 _WRAPPERS = 4  # around the batch sampler, at most: such as those that share batches among ranks
 
 
-class _Watched(BatchSampler):
+class _WatchedBatches(BatchSampler):
     """The class of such a batch sampler until a stock loader reads it. Otherwise, and for copies and pickles, it is
     torch's.
     """
@@ -76,7 +76,7 @@ class _Watched(BatchSampler):
         return object.__new__, (BatchSampler,), object.__getstate__(self)
 
 
-_Watched.__name__ = BatchSampler.__name__
+_WatchedBatches.__name__ = BatchSampler.__name__
 
 
 def _stock_reader(frame: FrameType | None) -> FrameType | None:

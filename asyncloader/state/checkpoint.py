@@ -48,7 +48,7 @@ _NUMBERED = (
 )
 
 
-class Carried(NamedTuple):
+class CopiedState(NamedTuple):
     """What a copy of a loader goes on with.
 
     Attributes:
@@ -66,10 +66,10 @@ class StateKeeper:
     """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state.
 
     Args:
-        carried: of the loader of which this one is a copy.
+        origin: of the loader of which this one is a copy.
     """
 
-    def __init__(self, carried: Carried = Carried()) -> None:  # noqa: B008 - immutable
+    def __init__(self, origin: CopiedState = CopiedState()) -> None:  # noqa: B008 - immutable
         self.tally = Tally()
         self.alone = False
         """Whether the iterators plan without the other ranks, which begin none."""
@@ -78,17 +78,17 @@ class StateKeeper:
         self._clock: EpochClock | None = None
         self._newest: Progress | None = None
         self._read_before = False  # an iterator before the newest gave a batch
-        self._origin = carried
-        self._loaded = carried.loaded  # the loaded state as given, until an iterator begins from it
-        self._pending = carried.pending  # the same, checked
-        self._unchecked = carried.loaded is not None  # it was checked for another process, of other ranks perhaps
+        self._origin = origin
+        self._loaded = origin.loaded  # the loaded state as given, until an iterator begins from it
+        self._pending = origin.pending  # the same, checked
+        self._unchecked = origin.loaded is not None  # it was checked for another process, of other ranks perhaps
         self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
         self._moment: tuple[Any, ...] = ()  # and where it was then
 
-    def carried(self) -> Carried:
+    def for_copy(self) -> CopiedState:
         """Return what a copy of the loader goes on with. Calls nothing of the user's."""
         clock = self._clock or self._origin
-        return Carried(self._loaded, self._pending, clock.count, clock.sets_dataset)
+        return CopiedState(self._loaded, self._pending, clock.count, clock.sets_dataset)
 
     @property
     def grouped(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import DataLoader, JoinSequences, PackedLoader, StatefulDataLoader, StateError
+from asyncloader import DataLoader, JoinSequences, PackedLoader, StateError, StatefulDataLoader
 from tests.helpers.datasets import Numbers
 from tests.helpers.seeded_runs import Stepwise
 from tests.helpers.state_parts import StreamOfCursors
@@ -71,7 +71,9 @@ def test_loaders_in_other_clothes(copied: str) -> None:
     """A `StatefulDataLoader`, and a `PackedLoader`, whose copy leaves the original where it is."""
 
     def packed() -> PackedLoader:
-        return PackedLoader(DataLoader([[n] * (n % 3 + 1) for n in range(N)], batch_size=4, collate_fn=JoinSequences(4)))
+        return PackedLoader(
+            DataLoader([[n] * (n % 3 + 1) for n in range(N)], batch_size=4, collate_fn=JoinSequences(4))
+        )
 
     for make in (lambda: StatefulDataLoader(Numbers(N), batch_size=2, shuffle=True), packed):
         loader: Any = make()
