@@ -38,7 +38,7 @@ from asyncloader.options.declaration import (
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.service.client.remote_dataset import release_service
-from asyncloader.state.checkpoint import CopiedState, StateKeeper
+from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.single_steps import (
     begin_at,
     check_step,
@@ -85,8 +85,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         # and so does a forked child, in which the loop's thread does not exist.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
         if state is None or state.owner != os.getpid():
-            origin = CopiedState() if state is None else state.keeper.for_copy()
-            state = self.__dict__["_asyncloader_state"] = _FacadeState(origin)
+            keeper = StateKeeper() if state is None else state.keeper.for_copy()
+            state = self.__dict__["_asyncloader_state"] = _FacadeState(keeper)
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
@@ -418,13 +418,13 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         used: _FacadeState | None = state.pop("_asyncloader_state", None)
-        state["_asyncloader_origin"] = CopiedState() if used is None else used.keeper.for_copy()
+        state["_asyncloader_keeper"] = StateKeeper() if used is None else used.keeper.for_copy()
         # A copy has no iterator, and was made in no process. That is not left out, for its options are fixed, too.
         return state | {"_asyncloader_maker": None, "_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__["_asyncloader_state"] = _FacadeState(self.__dict__.pop("_asyncloader_origin"))
+        self.__dict__["_asyncloader_state"] = _FacadeState(self.__dict__.pop("_asyncloader_keeper"))
         taken(self.__dict__.get("batch_sampler"))  # `copy.copy` shares it
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -496,11 +496,11 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 class _FacadeState:
     """A loader's state besides its options."""
 
-    def __init__(self, origin: CopiedState) -> None:
+    def __init__(self, keeper: StateKeeper) -> None:
         self.owner = os.getpid()
         self.statistics = Statistics()
         self.bridge = Bridge()
-        self.keeper = StateKeeper(origin)
+        self.keeper = keeper
         self.closed = False
         self.dashboard = LoaderDashboard()
         self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()

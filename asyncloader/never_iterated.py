@@ -41,7 +41,7 @@ def taken(sampler: Any) -> Any:
     each = sampler
     for _ in range(_WRAPPERS):
         if type(each) is _WatchedBatches:
-            each.__class__ = BatchSampler
+            each.__class__ = BatchSampler  # type: ignore[assignment]
         if type(each) is BatchSampler:
             _ours.add(each)
         each = getattr(each, "__dict__", {}).get("batch_sampler")
@@ -50,6 +50,7 @@ def taken(sampler: Any) -> Any:
 
 _unread: weakref.WeakKeyDictionary[BatchSampler, str] = weakref.WeakKeyDictionary()
 _ours: weakref.WeakSet[BatchSampler] = weakref.WeakSet()
+_STOCK = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
 _WRAPPERS = 4  # around the batch sampler, at most: such as those that share batches among ranks
 
 
@@ -64,12 +65,16 @@ class _WatchedBatches(BatchSampler):
         return BatchSampler(*args, **kwargs)  # frameworks call a sampler's class
 
     def __iter__(self) -> Any:
-        reader = _stock_reader(sys._getframe(1))
-        if reader is not None:
+        level, frame = 2, sys._getframe(1)
+        while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter) and level < _WRAPPERS + 3:
+            if frame.f_back is None:
+                break
+            level, frame = level + 1, frame.f_back
+        if type(reader) in _STOCK and frame.f_code.co_name in ("__init__", "_reset", "_next_index"):
             self.__class__ = BatchSampler  # type: ignore[assignment]
             name = _unread.pop(self, None)
             if name is not None:  # else another thread, which reads it at the same time, has warned
-                _warn(name, reader)
+                _warn(name, reader, level + 1, frame)
         return BatchSampler.__iter__(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -79,24 +84,9 @@ class _WatchedBatches(BatchSampler):
 _WatchedBatches.__name__ = BatchSampler.__name__
 
 
-def _stock_reader(frame: FrameType | None) -> FrameType | None:
-    """Return the frame in which an iterator of a stock loader reads the batch sampler, perhaps through wrappers."""
-    for _ in range(_WRAPPERS + 1):
-        if frame is None:
-            break
-        reader = frame.f_locals.get("self")
-        if isinstance(reader, _BaseDataLoaderIter):
-            stock = type(reader) in (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
-            return frame if stock and frame.f_code.co_name in ("__init__", "_reset", "_next_index") else None
-        frame = frame.f_back
-    return None
-
-
-def _warn(name: str, reader: FrameType) -> None:
-    """Warn at the line that iterates the stock loader: the first outside torch's code, from this frame of it on."""
-    level, within, frame = 2, True, sys._getframe(1)
-    while frame.f_back is not None and (within or frame.f_globals.get("__name__", "").startswith("torch.utils.data")):
-        within = within and frame is not reader
+def _warn(name: str, reader: Any, level: int, frame: FrameType) -> None:
+    """Warn at the line that iterates the stock loader: of the first frame outside torch's code, from this one on."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.utils.data"):
         level, frame = level + 1, frame.f_back
     try:
         warnings.warn(
@@ -106,5 +96,5 @@ def _warn(name: str, reader: FrameType) -> None:
             stacklevel=level,
         )
     except NeverIteratedWarning:  # made an error: an iterator that was not made has no workers to end
-        vars(reader.f_locals["self"]).setdefault("_shutdown", True)
+        vars(reader).setdefault("_shutdown", True)
         raise

@@ -85,14 +85,13 @@ def join(arrays: Sequence[Array]) -> torch.Tensor:
     types = {array.dtype for array in arrays}
     if len(types) == 1 and all(isinstance(array, np.ndarray) for array in arrays):
         return torch.from_numpy(np.concatenate(arrays))
-    tensors = [array if isinstance(array, torch.Tensor) else _copied(array) for array in arrays]
+    tensors = [
+        # A copy: torch warns of arrays that are read-only, and refuses those of the other byte order.
+        torch.from_numpy(np.array(array, array.dtype.newbyteorder("="))) if isinstance(array, np.ndarray) else array
+        for array in arrays
+    ]
     kind = common_type({tensor.dtype for tensor in tensors})
     return torch.cat([tensor.to(kind) for tensor in tensors])
-
-
-def _copied(array: npt.NDArray[Any]) -> torch.Tensor:
-    # torch warns of arrays that are read-only, and refuses those of the other byte order.
-    return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
 
 
 def common_type(kinds: Collection[torch.dtype]) -> torch.dtype:
@@ -104,16 +103,12 @@ def common_type(kinds: Collection[torch.dtype]) -> torch.dtype:
     """
     if len(kinds) == 1:
         return next(iter(kinds))
-    named = ", ".join(sorted(map(str, kinds)))
-    floating = [kind for kind in kinds if kind.is_floating_point or kind.is_complex]
-    try:
-        if floating:
-            return reduce(torch.promote_types, floating)
-        # By numpy: torch does not know all pairs of unsigned types.
-        common = np.result_type(*(torch.empty(0, dtype=kind).numpy().dtype for kind in kinds))
-    except RuntimeError as error:
-        raise ValueError(f"values of the types {named} cannot be joined: {error}") from error
+    if floating := [kind for kind in kinds if kind.is_floating_point or kind.is_complex]:
+        return reduce(torch.promote_types, floating)
+    # By numpy: torch does not know all pairs of unsigned types.
+    common = np.result_type(*(torch.empty(0, dtype=kind).numpy().dtype for kind in kinds))
     if common.kind == "f":
+        named = " and ".join(sorted(map(str, kinds)))
         raise ValueError(f"values of the types {named} cannot be joined: no integer type holds both")
     return torch.from_numpy(np.empty(0, common)).dtype
 

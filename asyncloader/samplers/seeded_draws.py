@@ -14,14 +14,10 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from asyncloader.samplers.seeded import SeededSampler
-from asyncloader.samplers.surviving import Blocks
+from asyncloader.samplers.stateful import RandomIndices, StatefulRandomSampler
 from asyncloader.workers.fetch.seeding import derive
 
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-_BLOCK = 4096
-"""Indices drawn at a time with replacement: some 0.1 ms."""
-_DROPPED = 1 << 20
-"""Indices drawn at a time to be dropped: 8 MB, 5 ms."""
 
 
 class SeededDraws(Sampler[int]):
@@ -65,57 +61,13 @@ class SeededDraws(Sampler[int]):
         generator = torch.Generator(device="cpu")
         generator.manual_seed(derive(self.seed, "sampler", self.epoch))
         if type(sampler) is RandomSampler:
-            return Blocks(_Draws(sampler, generator, start).block, start)
+            return RandomIndices(
+                StatefulRandomSampler(sampler.data_source, sampler.replacement, size, generator), start
+            )
         drawn = copy.copy(sampler)
         drawn.generator = generator
         with torch.device("cpu"):
             return iter(list(drawn)[start:])
-
-
-class _Draws:
-    """Draws the indices of torch's `RandomSampler` block by block, the same as its iterator.
-
-    Args:
-        sampler: the sampler.
-        generator: draws them, and is used by nothing else.
-        start: the first position. The indices before it are drawn, and dropped.
-    """
-
-    def __init__(self, sampler: RandomSampler, generator: torch.Generator, start: int) -> None:
-        self._sampler = sampler
-        self._generator = generator
-        self._first, self._block = -1, list[int]()
-        size = _DROPPED if sampler.replacement else len(sampler.data_source)
-        for _ in range(start // size):
-            self._draw(size)
-        if sampler.replacement:
-            self._draw(start % size)
-
-    def _draw(self, count: int) -> torch.Tensor:
-        """Return the next permutation; with replacement, this number of indices: drawn 32 at a time, as by torch, they
-        would be the same.
-        """
-        size = len(self._sampler.data_source)
-        with torch.device("cpu"):
-            if self._sampler.replacement:
-                return torch.randint(size, (count,), dtype=torch.int64, generator=self._generator)
-            return torch.randperm(size, generator=self._generator)
-
-    def block(self, first: int) -> list[int]:
-        """Return the indices from a position on: where the block before ended, or began if Ctrl-C has lost it."""
-        if first != self._first:
-            before = self._generator.get_state()
-            left = len(self._sampler) - first
-            try:
-                drawn = self._draw(min(_BLOCK, left))
-                # A permutation may begin before the position, and be longer than what is left.
-                within = 0 if self._sampler.replacement else first % len(drawn)
-                block = drawn[within : within + left].tolist()
-            except BaseException:  # the next call draws the same block
-                self._generator.set_state(before)
-                raise
-            self._first, self._block = first, block
-        return self._block
 
 
 def with_seeded_draws(sampler: Any, seed: int | None) -> Any:

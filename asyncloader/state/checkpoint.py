@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
@@ -48,47 +48,33 @@ _NUMBERED = (
 )
 
 
-class CopiedState(NamedTuple):
-    """What a copy of a loader goes on with.
-
-    Attributes:
-        loaded, pending: the state that was loaded, as given and checked; None if no iterator would begin from one.
-        count, sets_dataset: of its `EpochClock`.
-    """
-
-    loaded: dict[str, Any] | None = None
-    pending: dict[str, Any] | None = None
-    count: int = 0
-    sets_dataset: bool = False
-
-
 class StateKeeper:
-    """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state.
+    """A loader's epochs and states. Each iterator has a `Progress`; the newest one determines the loader's state."""
 
-    Args:
-        origin: of the loader of which this one is a copy.
-    """
-
-    def __init__(self, origin: CopiedState = CopiedState()) -> None:  # noqa: B008 - immutable
+    def __init__(self) -> None:
         self.tally = Tally()
         self.alone = False
         """Whether the iterators plan without the other ranks, which begin none."""
         self._group: RankGroup | None = None
         self._exchange: RankExchange | None = None  # over this group
         self._clock: EpochClock | None = None
+        self._counted = 0, False  # the clock's, when it is made
         self._newest: Progress | None = None
         self._read_before = False  # an iterator before the newest gave a batch
-        self._origin = origin
-        self._loaded = origin.loaded  # the loaded state as given, until an iterator begins from it
-        self._pending = origin.pending  # the same, checked
-        self._unchecked = origin.loaded is not None  # it was checked for another process, of other ranks perhaps
+        self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
+        self._pending: dict[str, Any] | None = None  # the same, checked
+        self._unchecked = False  # it was checked for the loader of which this is a copy's
         self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
         self._moment: tuple[Any, ...] = ()  # and where it was then
 
-    def for_copy(self) -> CopiedState:
-        """Return what a copy of the loader goes on with. Calls nothing of the user's."""
-        clock = self._clock or self._origin
-        return CopiedState(self._loaded, self._pending, clock.count, clock.sets_dataset)
+    def for_copy(self) -> StateKeeper:
+        """Return the keeper of a copy of the loader: it has the loaded state and the epoch. Calls nothing of the
+        user's.
+        """
+        copied, clock = StateKeeper(), self._clock
+        copied._counted = self._counted if clock is None else (clock.counted, clock.sets_dataset)
+        copied._loaded, copied._pending, copied._unchecked = self._loaded, self._pending, True
+        return copied
 
     @property
     def grouped(self) -> bool:
@@ -104,10 +90,9 @@ class StateKeeper:
     def _clock_of(self, config: EpochConfig) -> EpochClock:
         if self._clock is None:
             samplers = [config.sampler, config.batch_sampler, getattr(config.batch_sampler, "sampler", None)]
-            count, sets_dataset = self._origin[2:]
-            self._clock = EpochClock(
-                samplers, config.dataset, seeded=config.seeded, count=count, sets_dataset=sets_dataset
-            )
+            clock = self._clock = EpochClock(samplers, config.dataset, seeded=config.seeded)
+            clock.counted, sets_dataset = self._counted
+            clock.sets_dataset |= sets_dataset
         return self._clock
 
     def set_epoch(self, spec: LoaderSpec[Any], epoch: int) -> None:

@@ -367,9 +367,10 @@ def test_padding_and_nothing(tmp_path: Path) -> None:
 def test_types_that_meet(first: str, second: str, joined_type: str | None) -> None:
     """Within a row, a window, and at a window's border: one rule, whichever comes first, of arrays and tensors."""
     for names in ((first, second), (second, first)):
-        arrays = [np.arange(3).astype(name) for name in names]
+        arrays: Any = [np.arange(3).astype(name) for name in names]
         arrays[0].flags.writeable = False
-        for samples in (arrays, [arrays[0], torch.from_numpy(arrays[1])]):
+        mixed: Any = [arrays[0], torch.from_numpy(arrays[1])]
+        for samples in (arrays, mixed):
             kinds = {}
             for size in (0, 1, 2):  # `PackSequences`; two windows; one
                 loader: Any = DataLoader[Any](samples, batch_size=size or None, collate_fn=JoinSequences(6))
@@ -380,7 +381,7 @@ def test_types_that_meet(first: str, second: str, joined_type: str | None) -> No
                 else:
                     kinds[size] = row["tokens"].dtype
                     assert row["tokens"].tolist() == [0, 1, 2, 0, 1, 2] or "bool" in names
-            refused = "values of the types torch.int64, torch.uint64 cannot be joined: no integer type holds both"
+            refused = "values of the types torch.int64 and torch.uint64 cannot be joined: no integer type holds both"
             assert set(kinds.values()) == {refused if joined_type is None else getattr(torch, joined_type)}
 
 
