@@ -393,20 +393,19 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         return opened
 
     def _watched(self) -> Reading:
-        from asyncloader.live.reading import LoaderParts, read
+        from asyncloader.live.reading import read
 
         newest = self._newest_iterator()
-        parts = LoaderParts(
-            type(self).__name__,
+        return read(
             self._spec,
             self._statistics,
-            self._place,
-            self._keeper.tally.snapshot(),
-            0 if newest is None else newest.queue_depth,
-            (newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
-            self._closed,
+            kind=type(self).__name__,
+            place=self._place,
+            left_out=self._keeper.tally.snapshot(),
+            queue_depth=0 if newest is None else newest.queue_depth,
+            pool=(newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
+            closed=self._closed,
         )
-        return read(parts)
 
     def __iter__(self) -> NoReturn:
         """Raises TypeError: batches are awaited."""

@@ -399,21 +399,20 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return opened
 
     def _asyncloader_watched(self) -> Reading:
-        from asyncloader.live.reading import LoaderParts, read
+        from asyncloader.live.reading import read
 
         state = self._asyncloader_state
         newest = state.iterator()
-        parts = LoaderParts(
-            type(self).__name__,
+        return read(
             self,
             state.statistics,
-            self._asyncloader_place,
-            state.keeper.tally.snapshot(),
-            0 if newest is None else newest.queue_depth,
-            newest._pool if isinstance(newest, WorkerIterator) else None,
-            state.closed,
+            kind=type(self).__name__,
+            place=self._asyncloader_place,
+            left_out=state.keeper.tally.snapshot(),
+            queue_depth=0 if newest is None else newest.queue_depth,
+            pool=newest._pool if isinstance(newest, WorkerIterator) else None,
+            closed=state.closed,
         )
-        return read(parts)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
