@@ -85,8 +85,8 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         # and so does a forked child, in which the loop's thread does not exist.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
         if state is None or state.owner != os.getpid():
-            keeper = StateKeeper() if state is None else state.keeper.for_copy()
-            state = self.__dict__["_asyncloader_state"] = _FacadeState(keeper)
+            copied = self.__dict__.pop("_asyncloader_keeper", None) if state is None else state.keeper.for_copy()
+            state = self.__dict__["_asyncloader_state"] = _FacadeState(copied or StateKeeper())
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
@@ -179,7 +179,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return {} if has_thread_workers(self) else self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at this position with the next ``iter()``. An empty dictionary resets the position.
+        """Resume at this position with the next ``iter()``, also of a copy. An empty dictionary resets the position.
 
         An iterator from before goes on where it was; once it gives another batch, `state_dict` describes its position.
 
@@ -417,13 +417,13 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         used: _FacadeState | None = state.pop("_asyncloader_state", None)
-        state["_asyncloader_keeper"] = StateKeeper() if used is None else used.keeper.for_copy()
+        keeper: StateKeeper | None = state.get("_asyncloader_keeper") if used is None else used.keeper
+        state["_asyncloader_keeper"] = None if keeper is None else keeper.for_copy()
         # A copy has no iterator, and was made in no process. That is not left out, for its options are fixed, too.
         return state | {"_asyncloader_maker": None, "_iterator": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.__dict__["_asyncloader_state"] = _FacadeState(self.__dict__.pop("_asyncloader_keeper"))
         taken(self.__dict__.get("batch_sampler"))  # `copy.copy` shares it
 
     def __setattr__(self, name: str, value: Any) -> None:
