@@ -76,22 +76,6 @@ if TYPE_CHECKING:
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
-_RUNNING = frozenset(
-    (
-        "_statistics",
-        "_keeper",
-        "_iterators",
-        "_pools",
-        "_outdated",
-        "_newest",
-        "_kept",
-        "_idle_pool",
-        "_claim",
-        "_closed",
-        "_dashboard",
-        "_batch_costs",
-    )
-)
 
 
 class AsyncDataLoader(LoaderOptions[T_co, B_co]):
@@ -115,12 +99,13 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
         _check_auto(arguments["num_workers"], arguments["seed"])
         self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
-        self._begin()
+        self._begin(StateKeeper())
 
-    def _begin(self) -> None:
-        """Set up the loader's state besides its options; copies and pickles begin with a fresh one."""
+    def _begin(self, keeper: StateKeeper) -> None:
+        """Set up the loader's state besides its options; copies and pickles begin with one of their own."""
+        given = {*vars(self)}
         self._statistics = Statistics()
-        self._keeper = StateKeeper()
+        self._keeper = keeper
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
         self._iterators: LiveObjects[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = LiveObjects()
         self._pools: LiveObjects[WorkerPool] = LiveObjects()
@@ -132,15 +117,16 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         self._closed = False
         self._dashboard = LoaderDashboard()
         self._batch_costs = BatchCosts()
+        self._running = {"_running", *vars(self)} - given
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
-        state = {name: value for name, value in self.__dict__.items() if name not in _RUNNING}
-        return state | {"_spec": copy.copy(self._spec)}
+        state = {name: value for name, value in self.__dict__.items() if name not in self._running}
+        return state | {"_spec": copy.copy(self._spec), "_keeper": self._keeper.for_copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._begin()
+        self._begin(self.__dict__.pop("_keeper"))
 
     def __getattr__(self, name: str) -> Any:
         if name in _SPEC_NAMES:
@@ -407,20 +393,19 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         return opened
 
     def _watched(self) -> Reading:
-        from asyncloader.live.reading import LoaderParts, read
+        from asyncloader.live.reading import read
 
         newest = self._newest_iterator()
-        parts = LoaderParts(
-            type(self).__name__,
+        return read(
             self._spec,
             self._statistics,
-            self._place,
-            self._keeper.tally.snapshot(),
-            0 if newest is None else newest.queue_depth,
-            (newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
-            self._closed,
+            kind=type(self).__name__,
+            place=self._place,
+            left_out=self._keeper.tally.snapshot(),
+            queue_depth=0 if newest is None else newest.queue_depth,
+            pool=(newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
+            closed=self._closed,
         )
-        return read(parts)
 
     def __iter__(self) -> NoReturn:
         """Raises TypeError: batches are awaited."""

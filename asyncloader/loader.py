@@ -23,7 +23,7 @@ from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
-from asyncloader.never_iterated import warn_if_replaced
+from asyncloader.never_iterated import taken, warn_if_replaced
 from asyncloader.options.auto_setting import SETTABLE, set_later
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
@@ -81,11 +81,12 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
     @property
     def _asyncloader_state(self) -> _FacadeState:
-        # Made on demand and kept under a private name, so that copies and pickles of a loader begin with fresh state.
-        # So does a forked child, in which the loop's thread does not exist.
+        # Made on demand and kept under a private name: copies and pickles of a loader begin with a state of their own,
+        # and so does a forked child, in which the loop's thread does not exist.
         state: _FacadeState | None = self.__dict__.get("_asyncloader_state")
         if state is None or state.owner != os.getpid():
-            state = self.__dict__["_asyncloader_state"] = _FacadeState()
+            copied = self.__dict__.pop("_asyncloader_keeper", None) if state is None else state.keeper.for_copy()
+            state = self.__dict__["_asyncloader_state"] = _FacadeState(copied or StateKeeper())
         return state
 
     def __iter__(self) -> BatchIterator[B_co]:
@@ -175,12 +176,10 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             StateError: in seeded mode, within an epoch, if a map dataset has a state of its own and several workers
                 read it, or one worker reads several samples at a time.
         """
-        if has_thread_workers(self):
-            return {}
-        return self._asyncloader_state.keeper.state(self)
+        return {} if has_thread_workers(self) else self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume at this position with the next ``iter()``. An empty dictionary resets the position.
+        """Resume at this position with the next ``iter()``, also of a copy. An empty dictionary resets the position.
 
         An iterator from before goes on where it was; once it gives another batch, `state_dict` describes its position.
 
@@ -400,28 +399,32 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return opened
 
     def _asyncloader_watched(self) -> Reading:
-        from asyncloader.live.reading import LoaderParts, read
+        from asyncloader.live.reading import read
 
         state = self._asyncloader_state
         newest = state.iterator()
-        parts = LoaderParts(
-            type(self).__name__,
+        return read(
             self,
             state.statistics,
-            self._asyncloader_place,
-            state.keeper.tally.snapshot(),
-            0 if newest is None else newest.queue_depth,
-            newest._pool if isinstance(newest, WorkerIterator) else None,
-            state.closed,
+            kind=type(self).__name__,
+            place=self._asyncloader_place,
+            left_out=state.keeper.tally.snapshot(),
+            queue_depth=0 if newest is None else newest.queue_depth,
+            pool=newest._pool if isinstance(newest, WorkerIterator) else None,
+            closed=state.closed,
         )
-        return read(parts)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        state.pop("_asyncloader_state", None)
-        state["_asyncloader_maker"] = None  # of no process; not left out, for a copy's options are fixed, too
-        state["_iterator"] = None  # a copy has no iterator
-        return state
+        used: _FacadeState | None = state.pop("_asyncloader_state", None)
+        keeper: StateKeeper | None = state.get("_asyncloader_keeper") if used is None else used.keeper
+        state["_asyncloader_keeper"] = None if keeper is None else keeper.for_copy()
+        # A copy has no iterator, and was made in no process. That is not left out, for its options are fixed, too.
+        return state | {"_asyncloader_maker": None, "_iterator": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        taken(self.__dict__.get("batch_sampler"))  # `copy.copy` shares it
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
@@ -478,11 +481,10 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return "closed" if state.closed else state.keeper.place
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        if (
-            exiting() or "_asyncloader_state" in self.__dict__
-        ):  # a default argument, because at exit this module's names may be gone
-            return
-        if self.__dict__.get("_asyncloader_maker") == os.getpid():  # else a copy, or inherited by a forked child
+        known = self.__dict__
+        # `exiting` is an argument, because at exit this module's names may be gone. A copy, or a loader that a forked
+        # child inherited, has another maker.
+        if not exiting() and "_asyncloader_state" not in known and known.get("_asyncloader_maker") == os.getpid():
             warn_if_replaced(self)
 
 
@@ -493,11 +495,11 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 class _FacadeState:
     """A loader's state besides its options."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeper: StateKeeper) -> None:
         self.owner = os.getpid()
         self.statistics = Statistics()
         self.bridge = Bridge()
-        self.keeper = StateKeeper()
+        self.keeper = keeper
         self.closed = False
         self.dashboard = LoaderDashboard()
         self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()

@@ -2,85 +2,99 @@
 
 Data path: none. Checked once, when one of our loaders is collected without having been used.
 
-The evidence is the batch sampler that our constructor made: only code that read it from our loader can have it. (A
-batch sampler that the user made proves nothing, and a loader without one cannot be recognised: then there is no
-warning.) A stock loader that merely exists does no harm, so its first ``iter()`` warns.
+The evidence is the batch sampler that our constructor made: only code that read it from our loader can have it. So this
+batch sampler warns when a stock loader's iterator reads it. (A batch sampler that the user made proves nothing, and a
+loader without one cannot be recognised: then there is no warning.)
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import warnings
 import weakref
+from types import FrameType
 from typing import Any
 
-import torch
 from torch.utils.data import BatchSampler
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _MultiProcessingDataLoaderIter,
+    _SingleProcessDataLoaderIter,
+)
 
 from asyncloader.errors import NeverIteratedWarning
 
-_Torchs: Any = torch.utils.data.DataLoader
-
 
 def warn_if_replaced(loader: Any) -> None:
-    """Make a stock loader with this loader's batch sampler warn when it is iterated; at once, if it has been.
-
-    O(1) if nothing else refers to the batch sampler, else one pass over all objects of the garbage collector.
-    """
+    """Make this loader's batch sampler warn when a stock loader reads it. O(1)."""
     known = vars(loader)  # the attribute itself would ask a service about a dataset that is still unknown
     if loader.batch_size is None or sys.getrefcount(known.get("batch_sampler")) <= 2:  # the loader's and the argument's
         return
     mark = known.get("batch_sampler")
-    if type(mark) is not BatchSampler:
-        return
-    for stock in [thing for thing in gc.get_objects() if type(thing) is _Torchs]:
-        if _comes_from(getattr(stock, "batch_sampler", None), mark):  # its constructor may not have finished
-            if getattr(stock, "_iterator", None) is not None:  # it has persistent workers, so it was iterated
-                _warn(repr(loader))
-            else:
-                _replaced[stock] = repr(loader)
-                stock.__class__ = _Replacement
+    if type(mark) is BatchSampler and mark not in _ours:
+        _unread[mark] = repr(loader)
+        mark.__class__ = _WatchedBatches
 
 
-def _comes_from(batches: Any, mark: BatchSampler) -> bool:
-    """Whether it is the mark, or a wrapper around it, such as those that shard batches among ranks."""
-    for _ in range(4):
-        if batches is mark:
-            return True
-        batches = getattr(batches, "__dict__", {}).get("batch_sampler")
-    return False
+def taken(sampler: Any) -> Any:
+    """Return a sampler or batch sampler from which one of our loaders is made: with it, nothing warns any more."""
+    each = sampler
+    for _ in range(_WRAPPERS):
+        if type(each) is _WatchedBatches:
+            each.__class__ = BatchSampler  # type: ignore[assignment]
+        if type(each) is BatchSampler:
+            _ours.add(each)
+        each = getattr(each, "__dict__", {}).get("batch_sampler")
+    return sampler
 
 
-_replaced: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+_unread: weakref.WeakKeyDictionary[BatchSampler, str] = weakref.WeakKeyDictionary()
+_ours: weakref.WeakSet[BatchSampler] = weakref.WeakSet()
+_STOCK = (_SingleProcessDataLoaderIter, _MultiProcessingDataLoaderIter)
+_WRAPPERS = 4  # around the batch sampler, at most: such as those that share batches among ranks
 
 
-class _Replacement(_Torchs):  # type: ignore[misc]
-    """The class of such a stock loader until it is iterated. Otherwise, and for copies and pickles, it is torch's."""
+class _WatchedBatches(BatchSampler):
+    """The class of such a batch sampler until a stock loader reads it. Otherwise, and for copies and pickles, it is
+    torch's.
+    """
 
-    __module__, __qualname__ = _Torchs.__module__, _Torchs.__qualname__
+    __module__, __qualname__ = BatchSampler.__module__, BatchSampler.__qualname__
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        return _Torchs(*args, **kwargs)  # frameworks call a loader's class
+        return BatchSampler(*args, **kwargs)  # frameworks call a sampler's class
 
-    def _get_iterator(self) -> Any:
-        self.__class__ = _Torchs
-        name = _replaced.pop(self, None)
-        if name is not None:  # else another thread, which iterates it at the same time, has warned
-            _warn(name)
-        return self._get_iterator()
+    def __iter__(self) -> Any:
+        level, frame = 2, sys._getframe(1)
+        while not isinstance(reader := frame.f_locals.get("self"), _BaseDataLoaderIter) and level < _WRAPPERS + 3:
+            if frame.f_back is None:
+                break
+            level, frame = level + 1, frame.f_back
+        if type(reader) in _STOCK and frame.f_code.co_name in ("__init__", "_reset", "_next_index"):
+            self.__class__ = BatchSampler  # type: ignore[assignment]
+            name = _unread.pop(self, None)
+            if name is not None:  # else another thread, which reads it at the same time, has warned
+                _warn(name, reader, level + 1, frame)
+        return BatchSampler.__iter__(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return object.__new__, (_Torchs,), object.__getstate__(self)
+        return object.__new__, (BatchSampler,), object.__getstate__(self)
 
 
-_Replacement.__name__ = _Torchs.__name__
+_WatchedBatches.__name__ = BatchSampler.__name__
 
 
-def _warn(name: str) -> None:
-    warnings.warn(
-        f"{name} was never iterated: a stock DataLoader that was made from its attributes is, in its place; see "
-        "asyncloader.integrations and asyncloader.install for how to keep this one",
-        NeverIteratedWarning,
-        stacklevel=4,
-    )
+def _warn(name: str, reader: Any, level: int, frame: FrameType) -> None:
+    """Warn at the line that iterates the stock loader: of the first frame outside torch's code, from this one on."""
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("torch.utils.data"):
+        level, frame = level + 1, frame.f_back
+    try:
+        warnings.warn(
+            f"{name} was never iterated: a stock DataLoader that was made from its attributes is, in its place; see "
+            "asyncloader.integrations and asyncloader.install for how to keep this one",
+            NeverIteratedWarning,
+            stacklevel=level,
+        )
+    except NeverIteratedWarning:  # made an error: an iterator that was not made has no workers to end
+        vars(reader).setdefault("_shutdown", True)
+        raise

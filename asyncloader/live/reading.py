@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from time import perf_counter, time
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.explain import diagnose_run
 from asyncloader.live.snapshot import Reading, WorkerReading
@@ -23,49 +23,45 @@ from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.stacks import process_state
 
 
-class LoaderParts(NamedTuple):
-    """The parts of a loader that are read.
+def read(
+    spec: LoaderSpec[Any],
+    statistics: Statistics,
+    *,
+    kind: str,
+    place: str,
+    left_out: Mapping[str, float],
+    queue_depth: int,
+    pool: WorkerPool | None,
+    closed: bool,
+) -> Reading:
+    """Read a loader. Takes about a millisecond.
 
-    Attributes:
-        kind: the name of its class.
+    Args:
         spec: its options.
         statistics: its counters.
+        kind: the name of its class.
         place: its position, in words.
         left_out: samples that ranks dropped and repeated, as `Statistics.snapshot` takes it.
         queue_depth: batches that are ready.
         pool: the newest iterator's workers, if it has any.
         closed: whether it was closed.
     """
-
-    kind: str
-    spec: LoaderSpec[Any]
-    statistics: Statistics
-    place: str
-    left_out: Mapping[str, float]
-    queue_depth: int
-    pool: WorkerPool | None
-    closed: bool
-
-
-def read(watched: LoaderParts) -> Reading:
-    """Read a loader. Takes about a millisecond."""
-    statistics, spec = watched.statistics, watched.spec
     clock, waiting_since = perf_counter(), statistics.waiting_since
     # Before the first iterator, options may still be set, and a service was not asked about its dataset.
     config = EpochConfig.of(spec) if statistics.epochs else None
     return Reading(
-        name=f"{watched.kind} of {type(without_asking(spec).dataset).__name__}",
+        name=f"{kind} of {type(without_asking(spec).dataset).__name__}",
         pid=os.getpid(),
         time=time(),
         clock=clock,
-        place=watched.place,
-        closed=watched.closed,
-        stats=statistics.snapshot(watched.queue_depth, watched.left_out),
+        place=place,
+        closed=closed,
+        stats=statistics.snapshot(queue_depth, left_out),
         epochs=statistics.epochs,
         elapsed_s=statistics.elapsed_s,
         waiting_s=None if waiting_since is None else max(0.0, clock - waiting_since),
         blocks=statistics.blocks(),
-        workers=[*read_workers(watched.pool)],
+        workers=[*read_workers(pool)],
         decodes_apart=config is None or not config.concurrent,
         verdict=None if config is None else diagnose_run(spec, statistics),
         traced=(trace := statistics.trace) is not None and trace.owned and trace.file is not None,

@@ -32,6 +32,7 @@ from typing_extensions import TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
+from asyncloader.never_iterated import taken
 from asyncloader.options.auto_choices import check_choices, with_choices
 from asyncloader.options.auto_value import AutoValue
 from asyncloader.options.checks import (
@@ -338,7 +339,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             elif is_seed(arguments["seed"]) or arguments["seed"] is None:
                 for name in ("sampler", "batch_sampler"):
                     if given[name] is not None:
-                        given[name] = with_seeded_draws(given[name], arguments["seed"])
+                        given[name] = with_seeded_draws(taken(given[name]), arguments["seed"])
         construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
         construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
         if stream:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncloader.packing.fields import TOKENS, join, token_fields
+from asyncloader.packing.fields import TOKENS, common_type, holds, join, token_fields
 from asyncloader.packing.sequence_rows import Sequences
 
 _MADE = ("position_ids", "cu_seqlens", "max_seqlen")
@@ -27,8 +27,9 @@ class PackSequences:
 
     A row is a list of sequences. A sequence is a tensor, an array or a list of tokens; or a mapping of such fields
     (`tokens`, `labels`, a mask of the loss), each with an element for each token along its first axis. Types stay:
-    ``uint16`` gives ``torch.uint16``. Other fields of a mapping (a name, a number) become a list with the value of each
-    sequence. Sequences without tokens are left out.
+    ``uint16`` gives ``torch.uint16``. Where types meet, integers have the smallest type that holds them all, and beside
+    floating point torch's rule decides. Other fields of a mapping (a name, a number) become a list with the value of
+    each sequence. Sequences without tokens are left out.
 
     A batch is a dictionary of
 
@@ -42,19 +43,24 @@ class PackSequences:
         pad_to: pad rows to this number of tokens. A row's padding counts as one more sequence in `position_ids`,
             `cu_seqlens` and `max_seqlen`, so that attention is defined everywhere. Default: no padding, and the rows of
             a batch lie one behind the other.
-        pad_values: value of the padding in each field. Default: -100 in ``"labels"``, 0 elsewhere.
+        pad_values: value of the padding in each field. Default: -100 in ``"labels"``, 0 elsewhere. Unsigned labels that
+            are padded with -100 become the next larger signed type, whether or not their row is full.
 
     Raises:
         TypeError: a sequence has no field of tokens.
         ValueError: fields differ in length, or sequences in their fields; or a row has more than `pad_to` tokens, or
-            the batch 2**31 or more.
+            the batch 2**31 or more. `pad_values` are given without `pad_to`, or for a field that sequences do not have
+            for each token, or its type cannot hold the value. Types have no common one: ``uint64`` and signed integers.
     """
 
     def __init__(self, *, pad_to: int | None = None, pad_values: Mapping[str, float] | None = None) -> None:
         if pad_to is not None and pad_to < 1:
             raise ValueError(f"pad_to should be positive, but got pad_to={pad_to}")
+        if pad_values and pad_to is None:
+            raise ValueError(f"pad_values={dict(pad_values)} needs pad_to, without which nothing is padded")
         self.pad_to = pad_to
         self.pad_values = {**_PADDING, **(pad_values or {})}
+        self._named = {*(pad_values or ())}
 
     def __call__(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return the batch of these rows, one or more; or of a single row, as ``batch_size=None`` gives it."""
@@ -88,15 +94,31 @@ class PackSequences:
         made = layout(np.insert(lengths, np.cumsum(counts), padding), device)
         made["position_ids"] = made["position_ids"].reshape(rows, self.pad_to)
         sizes = (self.pad_to - padding).tolist()
-        for name, value in batch.items():
-            if not isinstance(value, torch.Tensor):
-                continue
-            padded = value.new_full((rows, self.pad_to, *value.shape[1:]), self.pad_values.get(name, 0))
+        fields = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+        if unknown := self._named - fields.keys():
+            raise ValueError(
+                f"pad_values has {min(unknown)!r}, but the fields of the sequences that have an element for each token "
+                f"are {sorted(fields)}"
+            )
+        for name, value in fields.items():
+            padded = value.new_full((rows, self.pad_to, *value.shape[1:]), **self._padding(name, value.dtype))
             # Row by row: torch cannot index all of the types that it can copy.
             for row, part in zip(padded, value.split(sizes), strict=True):
                 row[: len(part)] = part
             batch[name] = padded
         return batch | made
+
+    def _padding(self, name: str, kind: torch.dtype) -> dict[str, Any]:
+        """Return the value of a field's padding, and the type of the padded field."""
+        value = self.pad_values.get(name, 0)
+        if not holds(kind, value):
+            if value != _PADDING.get(name) or kind == torch.uint64:
+                raise ValueError(
+                    f"the padding of {name!r} is {value!r}, which its type, {kind}, cannot hold: give another "
+                    "value for it in pad_values, or make the field of another type"
+                )
+            kind = common_type({kind, torch.int8})  # which holds -100
+        return {"fill_value": value, "dtype": kind}
 
 
 def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str, Any]:

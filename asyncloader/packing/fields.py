@@ -7,7 +7,9 @@ A sequence is an array of tokens, or a mapping of fields: arrays with an element
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import cmath
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache, reduce
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,11 +76,50 @@ def cut(sequence: Any, start: int, stop: int) -> Any:
 
 
 def join(arrays: Sequence[Array]) -> torch.Tensor:
-    """Return the elements of one or more arrays, one behind the other, in memory of their own. Tensors stay on their
-    device.
+    """Return the elements of one or more arrays, one behind the other, in memory of their own and of their
+    `common_type`. Tensors stay on their device.
+
+    Raises:
+        ValueError: they have no common type.
     """
-    if all(isinstance(array, np.ndarray) for array in arrays):
+    types = {array.dtype for array in arrays}
+    if len(types) == 1 and all(isinstance(array, np.ndarray) for array in arrays):
         return torch.from_numpy(np.concatenate(arrays))
-    return torch.cat(
-        [array if isinstance(array, torch.Tensor) else torch.as_tensor(array, device="cpu") for array in arrays]
-    )
+    tensors = [
+        # A copy: torch warns of arrays that are read-only, and refuses those of the other byte order.
+        torch.from_numpy(np.array(array, array.dtype.newbyteorder("="))) if isinstance(array, np.ndarray) else array
+        for array in arrays
+    ]
+    kind = common_type({tensor.dtype for tensor in tensors})
+    return torch.cat([tensor.to(kind) for tensor in tensors])
+
+
+def common_type(kinds: Collection[torch.dtype]) -> torch.dtype:
+    """Return the type of elements that are joined: the smallest integer type that holds all of them; where some are of
+    floating point, torch's for these.
+
+    Raises:
+        ValueError: there is no such type.
+    """
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    if floating := [kind for kind in kinds if kind.is_floating_point or kind.is_complex]:
+        return reduce(torch.promote_types, floating)
+    # By numpy: torch does not know all pairs of unsigned types.
+    common = np.result_type(*(torch.empty(0, dtype=kind).numpy().dtype for kind in kinds))
+    if common.kind == "f":
+        named = " and ".join(sorted(map(str, kinds)))
+        raise ValueError(f"values of the types {named} cannot be joined: no integer type holds both")
+    return torch.from_numpy(np.empty(0, common)).dtype
+
+
+@cache
+def holds(kind: torch.dtype, value: float) -> bool:
+    """Return whether a type has a value, or, if it is of floating point, a value within 1 % of it."""
+    try:
+        kept: Any = torch.full((), value, dtype=kind, device="cpu").item()
+    except (RuntimeError, OverflowError):
+        return False
+    if kind.is_floating_point or kind.is_complex:
+        return cmath.isclose(kept, value, rel_tol=0.01) or (cmath.isnan(kept) and cmath.isnan(value))
+    return bool(kept == value)

@@ -63,6 +63,10 @@ class PackedLoader:
         self._packer: WindowPacker | None = None  # of the newest iterator, until its epoch ends
         self._loaded: dict[str, Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy reads a loader of its own, which begins, or goes on from a loaded state, with the copy's iterator.
+        return {**vars(self), "loader": copy.copy(self.loader), "_packer": None}
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches = iter(self.loader)
         return _SyncRows(self, batches, self._begin())

@@ -142,10 +142,10 @@ class WindowPacker:
         present = [each for each in (carry, window) if each is not None and len(each.lengths)]
         if not present:
             return [], NOTHING
-        if len({frozenset(each.fields) for each in present}) > 1:
+        before, now = _named(present[0]), _named(present[-1])
+        if before != now:
             raise ValueError(
-                f"all sequences should have the same fields, but some have {sorted(present[1].fields)}, and those "
-                f"before {sorted(present[0].fields)}"
+                f"all sequences should have the same fields, but some have {now}, and those before {before}"
             )
         lengths = np.concatenate([each.lengths for each in present])
         slices = np.zeros((len(lengths), 3), np.int64)
@@ -180,6 +180,12 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return f"{name}={'a function' if value else None}"
     return f"{name}={value!r:.100}"
+
+
+def _named(window: Window) -> list[str]:
+    """Return the names of a window's fields; with a note, if they have no element for each token."""
+    fields = window.fields.items()
+    return sorted(f"{name}" if isinstance(value, torch.Tensor) else f"{name} (one value)" for name, value in fields)
 
 
 def _by_domain(windows: list[Window]) -> list[list[int]]:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from asyncloader.samplers.seeded import SeededSampler
+from asyncloader.samplers.stateful import RandomIndices, StatefulRandomSampler
 from asyncloader.workers.fetch.seeding import derive
 
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
@@ -44,24 +45,29 @@ class SeededDraws(Sampler[int]):
 
     def iter_from(self, start: int) -> Iterator[int]:
         """Return the present epoch's order from position `start` on. A plain permutation is that of ``shuffle=True``;
-        other orders are drawn as a whole, as in torch.
+        a `RandomSampler` of another number of samples, or with replacement, is drawn as needed; other orders are drawn
+        as a whole, as in torch.
 
         Raises:
             ValueError: `start` is not between 0 and the length.
         """
-        sampler = self.sampler
-        if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        sampler, size = self.sampler, len(self.sampler)
+        if not 0 <= start <= size:
+            raise ValueError(f"start should be between 0 and {size}, but got start={start}")
+        if type(sampler) is RandomSampler and not sampler.replacement and size == len(sampler.data_source):
             order = SeededSampler(sampler.data_source, self.seed)
             order.set_epoch(self.epoch)
             return order.iter_from(start)
+        generator = torch.Generator(device="cpu")
+        generator.manual_seed(derive(self.seed, "sampler", self.epoch))
+        if type(sampler) is RandomSampler:
+            return RandomIndices(
+                StatefulRandomSampler(sampler.data_source, sampler.replacement, size, generator), start
+            )
         drawn = copy.copy(sampler)
-        drawn.generator = torch.Generator(device="cpu")
-        drawn.generator.manual_seed(derive(self.seed, "sampler", self.epoch))
+        drawn.generator = generator
         with torch.device("cpu"):
-            items = list(drawn)
-        if not 0 <= start <= len(items):
-            raise ValueError(f"start should be between 0 and {len(items)}, but got start={start}")
-        return iter(items[start:])
+            return iter(list(drawn)[start:])
 
 
 def with_seeded_draws(sampler: Any, seed: int | None) -> Any:

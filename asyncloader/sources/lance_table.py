@@ -9,6 +9,7 @@ used Lance is refused, because Lance may hang or crash there.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import operator
@@ -148,7 +149,7 @@ class LanceTable(Dataset[dict[str, Any]]):
         if not len(numbers):
             return []
         # Once each, ascending: what Lance reads best.
-        unique, places = np.unique(numbers, return_inverse=True)
+        unique, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
         asked = unique.tolist()
         try:
             with self._opened((self.uri, found.version, found.written)) as dataset:
@@ -169,10 +170,14 @@ class LanceTable(Dataset[dict[str, Any]]):
             for name, column in zip(names, table.columns, strict=True)
         ]
         lists = [each.tolist() if isinstance(each, np.ndarray) and each.ndim == 1 else each for each in columns]
-        # A copy: rows that are kept hold no others, and rows that are asked for twice are apart.
+        rows = [
+            {name: _alone(column[place]) for name, column in zip(names, lists, strict=True)}
+            for place in range(len(asked))
+        ]
+        # Rows that are asked for again are apart: copies, before the caller changes the first.
         return [
-            {name: _copied(column[place]) for name, column in zip(names, lists, strict=True)}
-            for place in places.tolist()
+            rows[place] if firsts[place] == number else copy.deepcopy(rows[place])
+            for number, place in enumerate(places.tolist())
         ]
 
     def _described(self) -> _LanceVersion:
@@ -198,8 +203,8 @@ class LanceTable(Dataset[dict[str, Any]]):
         return f"<LanceTable {self.uri!r}{described}>"
 
 
-def _copied(value: Any) -> Any:
-    return value.copy() if isinstance(value, np.ndarray | list | dict) else value
+def _alone(value: Any) -> Any:
+    return value.copy() if isinstance(value, np.ndarray) else value  # a row of an array would hold the others
 
 
 def _note_fork() -> None:

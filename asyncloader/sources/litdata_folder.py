@@ -183,13 +183,27 @@ class _FolderReader:
 
 
 def own(value: Any) -> Any:
-    """Return a value in whose tensors and bytes no memory of a map is left."""
+    """Return a value in whose tensors, arrays and bytes no memory of a map is left."""
+    kind = type(value)
+    if kind is dict:
+        return {key: own(each) for key, each in value.items()}
+    if kind in (list, tuple):
+        return kind(map(own, value))
+    if kind in _PLAIN:
+        return value
+    from litdata.utilities._pytree import tree_map
+
+    return tree_map(_own_leaf, value)  # enters exactly the containers that LitData restores
+
+
+def _own_leaf(value: Any) -> Any:
     if isinstance(value, memoryview):
         return value.tobytes()
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if type(value) is dict:
-        return {key: own(each) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(own, value))
+    if isinstance(value, np.ndarray) and not value.flags.writeable:  # LitData's own are copies; the maps are read-only
+        return value.copy()
     return value
+
+
+_PLAIN = frozenset((bool, int, float, str, bytes))

@@ -58,12 +58,23 @@ class StateKeeper:
         self._group: RankGroup | None = None
         self._exchange: RankExchange | None = None  # over this group
         self._clock: EpochClock | None = None
+        self._counted = 0, False  # the clock's, when it is made
         self._newest: Progress | None = None
         self._read_before = False  # an iterator before the newest gave a batch
         self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # the same, checked
+        self._unchecked = False  # it was checked for the loader of which this is a copy's
         self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
         self._moment: tuple[Any, ...] = ()  # and where it was then
+
+    def for_copy(self) -> StateKeeper:
+        """Return the keeper of a copy of the loader: it has the loaded state and the epoch. Calls nothing of the
+        user's.
+        """
+        copied, clock = StateKeeper(), self._clock
+        copied._counted = self._counted if clock is None else (clock.counted, clock.sets_dataset)
+        copied._loaded, copied._pending, copied._unchecked = self._loaded, self._pending, True
+        return copied
 
     @property
     def grouped(self) -> bool:
@@ -79,7 +90,9 @@ class StateKeeper:
     def _clock_of(self, config: EpochConfig) -> EpochClock:
         if self._clock is None:
             samplers = [config.sampler, config.batch_sampler, getattr(config.batch_sampler, "sampler", None)]
-            self._clock = EpochClock(samplers, config.dataset, seeded=config.seeded)
+            clock = self._clock = EpochClock(samplers, config.dataset, seeded=config.seeded)
+            clock.counted, sets_dataset = self._counted
+            clock.sets_dataset |= sets_dataset
         return self._clock
 
     def set_epoch(self, spec: LoaderSpec[Any], epoch: int) -> None:
@@ -147,6 +160,11 @@ class StateKeeper:
         """
         config = config or EpochConfig.of(spec)
         clock = self._clock_of(config)
+        if self._unchecked and self._loaded is not None:
+            epoch = clock.value
+            self.load(spec, self._loaded)
+            if clock.value != epoch:  # it was set since the state was loaded
+                clock.set(epoch)
         # A state begins one iterator only. If the iterator cannot be made, the function of `mark` restores it.
         resumed, self._pending, self._loaded = self._pending, None, None
         clock.begin()
@@ -344,7 +362,7 @@ class StateKeeper:
             raise
         # Last: a state that is refused above leaves the loader's position as it was.
         self._note_old()
-        self._loaded, self._pending = copy.deepcopy(given), state
+        self._loaded, self._pending, self._unchecked = copy.deepcopy(given), state, False
 
     def _note_old(self) -> None:
         # `_newest` is None after an empty state was loaded; the iterator from before may still deliver.

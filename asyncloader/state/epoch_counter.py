@@ -31,7 +31,8 @@ class EpochClock:
         self._samplers = [sampler for sampler in each if callable(getattr(sampler, "set_epoch", None))]
         self._dataset = dataset if has_method(dataset, "set_epoch") else None
         self._seeded = seeded
-        self._count = 0
+        self.counted = 0
+        """The number of the next iterator's epoch, where no sampler has one."""
         self.restored = 0
         """How often a state was loaded. An iterator that began before that no longer advances the epoch."""
         self.sets_dataset = seeded
@@ -44,7 +45,7 @@ class EpochClock:
             epoch = getattr(sampler, "epoch", None)
             if isinstance(epoch, int):
                 return epoch
-        return self._count
+        return self.counted
 
     def set(self, epoch: int) -> None:
         """Set the next iterator's epoch.
@@ -63,7 +64,7 @@ class EpochClock:
             check_plain(f"{type(self._dataset).__name__}.set_epoch", self._dataset.set_epoch)
             set_dataset_epoch(self._dataset, epoch)
         self.sets_dataset = True
-        self._count = epoch
+        self.counted = epoch
 
     def restore(self, epoch: int, *, finished: bool) -> Callable[[], None]:
         """Restore the epoch of a loaded state. Returns a function that undoes this if the state is refused. Nothing has
@@ -72,19 +73,19 @@ class EpochClock:
         In torch mode the user sets the epochs of samplers and datasets, the following epoch's too: `set_epoch` is only
         called on a sampler whose `epoch` differs.
         """
-        before, count = self.value, self._count
+        before, counted = self.value, self.counted
         moved: list[tuple[Any, int]] = []
 
         def take_back() -> None:
             self.restored -= 1
-            self._count = count
+            self.counted = counted
             for sampler, previous in moved:
                 sampler.set_epoch(previous)
             if self._seeded:
                 self.set(before)
 
         self.restored += 1  # an iterator from before, whose end may still come, must not advance the restored epoch
-        self._count = epoch + finished
+        self.counted = epoch + finished
         try:
             if self._seeded:
                 self.set(epoch + finished)
@@ -120,7 +121,7 @@ class EpochClock:
         if self._seeded:
             self.set(epoch + 1)
         else:
-            self._count = epoch + 1
+            self.counted = epoch + 1
 
 
 def _set_sampler_epoch(sampler: Any, epoch: int) -> None:

@@ -68,12 +68,12 @@ def test_a_stock_loader_in_its_place_warns(options: dict[str, Any], wrapper: Any
         stock.append(stock_from(loader, wrapper(loader.batch_sampler)))
 
     assert messages(replace) == [], "it may be that nobody iterates it"
+    list(stock[0].batch_sampler)
     found = messages(lambda: list(stock[0]))
     assert len(found) == 1
     assert repr(DataLoader[Any](Numbers(4), **options)) in found[0]
     assert "asyncloader.integrations" in found[0]
     assert "asyncloader.install" in found[0]
-    assert type(stock[0]) is Torchs
     assert messages(lambda: list(stock[0])) == []
 
 
@@ -95,9 +95,10 @@ for batch in loader:  # here
     assert "# here" in done.stderr
 
 
-def test_as_an_error_it_costs_nothing() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_as_an_error_it_costs_nothing(workers: int) -> None:
     """Made an error, the warning is raised by the first `iter()`; the next `iter()` gives all batches."""
-    loader = DataLoader[Any](Numbers(4))
+    loader = DataLoader[Any](Numbers(4), num_workers=workers)
     stock = stock_from(loader)
     del loader
     with warnings.catch_warnings():
@@ -107,50 +108,44 @@ def test_as_an_error_it_costs_nothing() -> None:
     assert len(list(stock)) == 4
 
 
-def test_two_threads_iterate_it_at_once() -> None:
-    """The second thread, which had found the warning's method before the first one warned, gets its iterator, too."""
-    stock = stock_from(DataLoader[Any](Numbers(4)))
-    second = stock._get_iterator
-    assert len(messages(lambda: iter(stock))) == 1
-    assert messages(lambda: list(second())) == []
-
-
 def test_persistent_workers_that_run_already() -> None:
-    """Running persistent workers prove that the stock loader was iterated: deleting ours gives the warning."""
-    loader: Any = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
+    """A stock loader that has read an epoch before ours is collected warns when it begins the next."""
+    loader = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
     stock = stock_from(loader)
     assert len(list(stock)) == 4
-
-    def drop() -> None:
-        nonlocal loader
-        loader = None
-
-    assert len(messages(drop)) == 1
-    assert messages(lambda: list(stock)) == []
+    del loader
+    for expected in (1, 0):
+        assert len(messages(lambda: list(stock))) == expected
 
 
-def test_until_then_the_stock_loader_is_torchs() -> None:
-    """Copies and pickles of the stock loader are plain torch loaders, which do not warn; its repr, length and refusal
-    of attributes are torch's.
+def test_until_then_the_batch_sampler_is_torchs() -> None:
+    """Copies and pickles of it are plain, and do not warn, and so is what its class makes; its length is its own. A
+    loader of ours that is made of it takes it over.
     """
     loader = DataLoader[Any](Numbers(4), batch_size=2)
-    stock = stock_from(loader)
-    before = repr(stock)
+    batches: Any = loader.batch_sampler
     del loader
-    assert repr(stock) == before
-    assert (isinstance(stock, Torchs), len(stock)) == (True, 2)
-    with pytest.raises(ValueError, match="should not be set after DataLoader is initialized"):
-        stock.dataset = Numbers(3)
-    made = type(stock)(Numbers(4), batch_sampler=stock.batch_sampler)
+    assert isinstance(batches, BatchSampler)
+    assert (len(batches), list(batches)) == (2, [[0, 1], [2, 3]])
     for twin in (
-        made,
-        copy.copy(stock),
-        copy.deepcopy(stock),
-        *(pickle.loads(pickle.dumps(stock, p)) for p in range(6)),
+        type(batches)(batches.sampler, 2, False),
+        copy.copy(batches),
+        copy.deepcopy(batches),
+        *(pickle.loads(pickle.dumps(batches, p)) for p in range(6)),
     ):
-        assert type(twin) is Torchs
-        assert vars(twin).keys() == vars(stock).keys()
-        assert messages(lambda twin=twin: list(twin)) == []  # type: ignore[misc]
+        assert type(twin) is BatchSampler
+        assert vars(twin).keys() == vars(batches).keys()
+        assert messages(lambda twin=twin: list(Torchs(Numbers(4), batch_sampler=twin))) == []  # type: ignore[misc]
+    assert len(list(DataLoader[Any](Numbers(4), batch_sampler=Share(batches)))) == 2
+    assert type(batches) is BatchSampler
+
+
+def test_collecting_it_looks_at_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time does not grow with the program's objects, which no part of the garbage collector lists."""
+    for name in ("get_objects", "get_referrers"):
+        monkeypatch.delattr(gc, name)
+    stock = stock_from(DataLoader[Any](Numbers(4)))
+    assert len(messages(lambda: list(stock))) == 1
 
 
 # ------------------------------------------------------------------------------------------------- no warning
@@ -189,6 +184,7 @@ def replaced_by_ours() -> None:
     loader = DataLoader[Any](Numbers(4))
     replacement = DataLoader[Any](loader.dataset, batch_sampler=loader.batch_sampler)
     del loader
+    assert type(replacement.batch_sampler) is BatchSampler
     list(replacement)
 
 
@@ -285,7 +281,6 @@ def test_at_exit_of_a_script(end: str, tmp_path: Path) -> None:
 def test_in_a_forked_child(tmp_path: Path) -> None:
     """A child that inherits loaders deletes them without reading the state that it shares with its parent."""
     body = """
-gc.get_objects = None
 pid = os.fork()
 if not pid:
     del unused

@@ -21,7 +21,7 @@ def test_a_row(lengths: list[int], pad: int | None) -> None:
     samples = [torch.arange(start, stop) for start, stop in pairwise(ends)]
     total = int(ends[-1])
     pack_to = None if pad is None or not total + pad else total + pad
-    batch = PackSequences(pad_to=pack_to, pad_values={"tokens": -1})([samples])
+    batch = PackSequences(pad_to=pack_to, pad_values=None if pack_to is None else {"tokens": -1})([samples])
     row = batch if pack_to is None else batch | {name: batch[name][0] for name in ("tokens", "position_ids")}
     assert row["tokens"].tolist() == [*range(total), *[-1] * ((pack_to or total) - total)]
     kept = [length for length in [*lengths, (pack_to or total) - total] if length]
@@ -103,7 +103,59 @@ def test_bad_sequences(samples: list[Any], error: type[Exception], message: str)
         PackSequences(pad_to=4)([samples])
 
 
+@pytest.mark.parametrize("tensors", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "padded"),
+    [("bool", "int8"), ("uint8", "int16"), ("uint16", "int32"), ("uint32", "int64"), ("int16", "int16")],
+)
+def test_labels_are_padded_with_no_class(dtype: str, padded: str, tensors: bool) -> None:
+    """-100 stays -100: unsigned labels become signed, in full rows, too, so that all rows are of one type."""
+    ones = np.ones(3, dtype)
+    collate = PackSequences(pad_to=5)
+    for lengths in ((3,), (3, 2)):
+        parts = [torch.from_numpy(ones[:length]) if tensors else ones[:length] for length in lengths]
+        batch = collate([[{"tokens": part, "labels": part} for part in parts]])
+        labels, tokens = batch["labels"].flatten(), batch["tokens"].flatten()
+        assert labels.dtype == getattr(torch, padded)
+        assert tokens.dtype == getattr(torch, dtype)
+        assert labels.tolist() == [1] * sum(lengths) + [-100] * (5 - sum(lengths))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "fits"),
+    [
+        ("uint16", 65535, True),
+        ("uint16", 65536, False),
+        ("uint16", -1, False),
+        ("uint8", 0.5, False),
+        ("bool", 1, True),
+        ("bool", 2, False),
+        ("int32", float("nan"), False),
+        ("float16", float("nan"), True),
+        ("float16", 0.1, True),
+        ("float16", 1e9, False),
+        ("float32", -1e30, True),
+        ("uint64", -100, False),
+    ],
+)
+def test_padding_that_the_type_can_hold(dtype: str, value: float, fits: bool) -> None:
+    """Is put in as it is; other padding is refused, and the error names field, value and type."""
+    collate, samples = PackSequences(pad_to=2, pad_values={"labels": value}), [{"labels": np.ones(1, dtype)}]
+    if fits:
+        labels = collate([samples])["labels"]
+        assert labels.dtype == getattr(torch, dtype)
+        assert labels[0, 1].item() == pytest.approx(value, rel=0.01, nan_ok=True)
+    else:
+        with pytest.raises(ValueError, match=rf"of 'labels' is {value}, which its type, torch\.{dtype}, can"):
+            collate([samples])
+
+
 def test_bad_padding() -> None:
-    """A row has a token at least."""
+    """A row has a token at least; values are given with `pad_to`, and for fields of tokens that sequences have."""
     with pytest.raises(ValueError, match="pad_to should be positive, but got pad_to=0"):
         PackSequences(pad_to=0)
+    with pytest.raises(ValueError, match=r"pad_values=\{'labels': 0\} needs pad_to"):
+        PackSequences(pad_values={"labels": 0})
+    for name in ("labels", "lable", "name"):
+        with pytest.raises(ValueError, match=rf"pad_values has '{name}', but .* are \['label'\]"):
+            PackSequences(pad_to=2, pad_values={name: 0})([[{"label": [1], "name": "a"}]])

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch.utils.data import DataLoader as TorchDataLoader
 
 from asyncloader import (
@@ -19,6 +20,7 @@ from asyncloader import (
     IterableDataset,
     JoinSequences,
     PackedLoader,
+    PackSequences,
     RemoteIterableDataset,
     StateError,
     StatefulDataLoader,
@@ -347,6 +349,48 @@ def test_padding_and_nothing(tmp_path: Path) -> None:
     nothing: Any = []
     packed = PackedLoader(DataLoader[Any](nothing, batch_size=4, collate_fn=JoinSequences(MOST)))
     assert list(packed) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "joined_type"),
+    [
+        ("uint16", "int32", "int32"),
+        ("uint8", "uint16", "uint16"),
+        ("uint32", "int8", "int64"),
+        ("bool", "uint16", "uint16"),
+        ("uint16", "float16", "float16"),
+        ("int64", "float32", "float32"),
+        ("float16", "float64", "float64"),
+        ("uint64", "int64", None),
+    ],
+)
+def test_types_that_meet(first: str, second: str, joined_type: str | None) -> None:
+    """Within a row, a window, and at a window's border: one rule, whichever comes first, of arrays and tensors."""
+    for names in ((first, second), (second, first)):
+        arrays: Any = [np.arange(3).astype(name) for name in names]
+        arrays[0].flags.writeable = False
+        mixed: Any = [arrays[0], torch.from_numpy(arrays[1])]
+        for samples in (arrays, mixed):
+            kinds = {}
+            for size in (0, 1, 2):  # `PackSequences`; two windows; one
+                loader: Any = DataLoader[Any](samples, batch_size=size or None, collate_fn=JoinSequences(6))
+                try:
+                    row = next(iter(PackedLoader(loader))) if size else PackSequences()([samples])
+                except ValueError as error:
+                    kinds[size] = str(error)
+                else:
+                    kinds[size] = row["tokens"].dtype
+                    assert row["tokens"].tolist() == [0, 1, 2, 0, 1, 2] or "bool" in names
+            refused = "values of the types torch.int64 and torch.uint64 cannot be joined: no integer type holds both"
+            assert set(kinds.values()) == {refused if joined_type is None else getattr(torch, joined_type)}
+
+
+def test_fields_that_meet() -> None:
+    """A field that has a value for each token in one window, and one for each sequence in the next, is refused."""
+    samples: Any = [{"tokens": [1, 2], "score": 1}, {"tokens": [3, 4], "score": [1, 2]}]
+    rows = PackedLoader(DataLoader[Any](samples, batch_size=1, collate_fn=JoinSequences(6)))
+    with pytest.raises(ValueError, match=r"some have \['score', 'tokens'\], and those before \['score \(one value\)'"):
+        list(rows)
 
 
 def test_loaders_without_windows(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.utils.data import (
 
 from asyncloader import DataLoader
 from asyncloader.samplers.seeded_draws import SeededDraws, with_seeded_draws
+from asyncloader.workers.fetch.seeding import derive
 
 LENGTH = 103
 DATASET: Any = range(LENGTH)
@@ -82,6 +84,17 @@ def test_it_is_found_at_any_place(name: str) -> None:
         again = loader()
         again.load_state_dict(first.state_dict())
         assert head + [batch.tolist() for batch in again] == whole
+
+
+@pytest.mark.parametrize("options", [{"replacement": True}, {}])
+def test_as_many_as_asked_are_drawn_as_needed(options: dict[str, Any]) -> None:
+    """An epoch of 10**12 samples begins at once, anywhere, in the order of torch's own iterator."""
+    endless = SeededDraws(RandomSampler(range(1000), num_samples=10**12, **options), 5)
+    generator = torch.Generator().manual_seed(derive(5, "sampler", 0))
+    expected = list(RandomSampler(range(1000), num_samples=2_100_000, generator=generator, **options))
+    for start in (0, 4095, 2_098_765):
+        assert list(islice(endless.iter_from(start), 1234)) == expected[start : start + 1234]
+    assert list(SeededDraws(RandomSampler(range(1000), num_samples=5432, **options), 5)) == expected[:5432]
 
 
 def test_a_plain_permutation_is_that_of_shuffle() -> None:

@@ -117,6 +117,28 @@ def test_blobs(path: str, tmp_path: Path) -> None:
     assert not ended.returncode, ended.stderr
 
 
+def test_rows_asked_for_twice_are_apart(path: str, tmp_path: Path) -> None:
+    """What is done to a row in place, however deep, changes no other: as with a sampler with replacement."""
+    ended = run_script(
+        tmp_path,
+        f"""
+        import lance, pyarrow as pa
+        from asyncloader import LanceTable
+
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array([0.0, 0, 1, 1, 2, 2], pa.float32()), 2)
+        deep = [{{"boxes": [[n] * 4], "n": n}} for n in range(3)]
+        lance.write_dataset(pa.table({{"vector": vectors, "deep": deep}}), {path!r} + "2")
+        rows = LanceTable({path!r} + "2").__getitems__([2, 0, 2, 2])
+        for row in rows:
+            row["deep"]["boxes"][0][0] += 100
+            row["vector"] += 100
+        assert [row["deep"]["boxes"][0][0] for row in rows] == [102, 100, 102, 102], rows
+        assert [row["vector"].tolist() for row in rows] == [[n] * 2 for n in (102, 100, 102, 102)], rows
+        """,
+    )
+    assert not ended.returncode, ended.stderr
+
+
 def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no list of columns is refused, and so is a table without the package."""
     monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: object())

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import pickle
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from asyncloader import DataLoader, LitDataFolder, ShardError
-from asyncloader.sources.litdata_folder import own
 
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")  # of the package
+# Of the package.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore:The given buffer is not writable:UserWarning"
+)
 
 
 @pytest.fixture
@@ -121,12 +126,50 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         LitDataFolder(folder)
 
 
-def test_own() -> None:
-    """Views of a map are copied, however deep they lie."""
-    memory = bytearray(b"\1\0\2\0")
-    value = {"a": [memoryview(memory), (torch.frombuffer(memory, dtype=torch.int16), "x")]}
-    found = own(value)
-    memory[:] = bytes(4)
-    assert found["a"][0] == b"\1\0\2\0"
-    assert found["a"][1][0].tolist() == [1, 2]
-    assert found["a"][1][1] == "x"
+class Pair(NamedTuple):
+    """A container of the user's."""
+
+    raw: Any
+    tensor: Any
+
+
+class Halves:
+    """Keeps an array as its bytes, and reads it without a copy."""
+
+    def serialize(self, item: Any) -> tuple[bytes, None]:
+        return item.tobytes(), None
+
+    def deserialize(self, data: Any) -> Any:
+        return np.frombuffer(data, np.float16)
+
+    def can_serialize(self, item: Any) -> bool:
+        return isinstance(item, np.ndarray)
+
+    def setup(self, data_format: Any) -> None:
+        """Nothing to set up."""
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, OrderedDict, partial(defaultdict, list), list, tuple, partial(deque, maxlen=3), Pair]
+)
+def test_no_map_of_a_file_lies_under_a_sample(kind: Any, tmp_path: Path) -> None:
+    """However deep its values lie, in any container that LitData restores, and with serializers of the user's."""
+    cache: Any = pytest.importorskip("litdata.streaming").Cache
+    trees = importlib.import_module("litdata.utilities._pytree")
+    if Pair not in trees.SUPPORTED_NODES:
+        trees._register_namedtuple(Pair, serialized_type_name="tests.Pair")
+    leaves: Any = {"raw": b"abc", "tensor": torch.ones(2, 2), "vector": torch.ones(3), "half": np.ones(2, np.float16)}
+    value = Pair(b"abc", leaves) if kind is Pair else kind({"raw": b"abc", "leaves": leaves}.items())
+    made = cache(str(tmp_path), chunk_size=4, serializers={"half": Halves()})
+    made[0] = {"n": 0, "nested": [value]}
+    made.done()
+    made.merge()
+    found = LitDataFolder(tmp_path, serializers={"half": Halves()})[0]["nested"][0]
+    assert type(found) is type(value)
+    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+    raw, leaves = found if kind is Pair else [last for _, last in (found.items() if isinstance(found, dict) else found)]
+    assert type(raw) is type(leaves["raw"]) is bytes
+    os.truncate(tmp_path / "chunk-0-0.bin", 0)  # to read from a map, or to write to it, would end this process
+    for name in ("tensor", "vector", "half"):
+        leaves[name] += 1
+        assert leaves[name].flatten()[0] == 2
