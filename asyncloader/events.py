@@ -251,11 +251,14 @@ class MoreOffers(tuple[Any, ...]):
 
 
 class WorkerFailure:
-    """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one."""
+    """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one. `unbegun`: the worker
+    could not begin the epoch.
+    """
 
-    __slots__ = ("busy", "error", "records")
+    __slots__ = ("busy", "error", "records", "unbegun")
 
-    def __init__(self, error: Any, busy: float, records: Sequence[SkippedSample]) -> None:
+    def __init__(self, error: Any, busy: float, records: Sequence[SkippedSample], *, unbegun: bool = False) -> None:
+        self.unbegun = unbegun
         self.error = error
         self.busy = busy
         self.records = records

@@ -102,6 +102,17 @@ class StreamReaders:
             with self._identify(stream):
                 reader.begin(each)
 
+    @property
+    def begun(self) -> bool:
+        """`DatasetReader.begun` of the stream that was read last."""
+        return self._readers[self.copy].begun
+
+    async def open(self) -> None:
+        """`DatasetReader.open` of each, one after the other."""
+        for stream, reader in self._readers.items():
+            with self._identify(stream):
+                await reader.open()
+
     def context(self, before: Any = None) -> DatasetContext:
         """Return the context to hold open while reading: of all streams, once `initialize` was called."""
         del before

@@ -66,8 +66,8 @@ class TaskRunner:
         draw_check: of this process, where several workers share it; its use of the CPUs is then no worker's own.
 
     An error at start-up (a dataset that does not unpickle, `worker_init_fn`, `__aenter__`, `__iter__`) is kept and
-    answers every task of the epoch, while torch answers only the first with it. With persistent workers the next epoch
-    tries `worker_init_fn`, `__aenter__` and `__iter__` again: it never reads in a worker that is not set up.
+    answers every task, while torch answers only the first with it. After such a first answer `next()` begins the epoch
+    again: persistent workers then try `worker_init_fn`, `__aenter__` and `__iter__` again, and never read without.
     """
 
     # Whether no other code than this worker's runs in the process, so that its global generators are the worker's.
@@ -97,15 +97,13 @@ class TaskRunner:
         self._ready = perf_counter()
         self._time("start_import", self._ready - entered)
         self.channel = channel
-        self.stopped = False
-        self.asynchronous = False
+        self.stopped = self.asynchronous = False
         self._ring: WorkerRing | None = None
         self._ring_number = -1
         self._assignments = WorkerAssignments(channel.send_all, codec)
         self._encoder = codec.encoder()
         self._last_template = b""
-        self._samples = 0
-        self._epoch = 0
+        self._samples = self._epoch = 0
         self._cpu_mark = self._clock()
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._start_error: bytes | None = None
@@ -537,4 +535,6 @@ class TaskRunner:
                 # An error that the user's code raised counts as an answer; a start-up error does not, because nothing
                 # was read.
                 self._reader.failed()
+                if not self._reader.begun:
+                    self.channel.send_all(wire.pack_started(epoch, payload, []))
         self.channel.send_all(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))

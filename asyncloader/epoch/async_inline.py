@@ -147,8 +147,6 @@ class AsyncInlineIterator(Generic[B_co]):
         epoch.refresh()
         pending = self._pending
         if pending is None:
-            if epoch.prefetcher is not None:
-                epoch.start_ahead(epoch.prefetcher, epoch.indices_ahead(epoch.prefetcher))
             self._records = []
             pending = self._pending = asyncio.ensure_future(self._next())
         # Shielded: if the caller is cancelled, the batch stays pending and the next call returns it.
@@ -213,14 +211,16 @@ class AsyncInlineIterator(Generic[B_co]):
 
     async def _fetched(self) -> tuple[Any, Any]:
         epoch = self._epoch
+        if not epoch.opened:
+            await self._cancellably(epoch.open())
         if epoch.prefetcher is not None:
+            epoch.start_ahead(epoch.prefetcher, epoch.indices_ahead(epoch.prefetcher))
             with epoch.measured_on_loop():
                 return await epoch.prefetcher.take(self._records)
         index = await self._cancellably(epoch.next_index_async())
         if not epoch.reader.asynchronous:
             fetch = epoch.fetcher(epoch.reader.fetch, perf_counter())
             return index, await self._place.fetch_in_thread(fetch, index, self._records)
-        await epoch.context.open()
         with epoch.measured_on_loop():
             return index, await epoch.reader.fetch_async(index, self._records)
 

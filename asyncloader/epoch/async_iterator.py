@@ -103,20 +103,24 @@ class AsyncLoaderIterator(Generic[B_co]):
         self._statistics = statistics
         self._begin()
         self._timeout = min(self._progress.config.timeout, threading.TIMEOUT_MAX)  # asyncio cannot wait for infinity
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._owner = THIS_PROCESS.pid or own_pid()
+        self._yielded = 0
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Wait for the first `__anext__`, which starts the epoch."""
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
         self._starting: asyncio.Task[None] | None = None
         self._copies = JobThreads(1, "asyncloader-copy")  # a thread that starts with the first large copy
         self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = 0
         # Why there are no more batches: None while there are, "" at the end of the epoch. A text, not an exception: a
         # raised one refers to the consumer's frames, and so to the batches that those hold.
         self._ended: str | None = None
         self._closed = False
-        self._owner = THIS_PROCESS.pid or own_pid()
-        self._yielded = 0
 
     def _begin(self) -> None:
         """Draw the epoch's random numbers and take the sampler's first indices. No worker starts yet."""
@@ -167,14 +171,22 @@ class AsyncLoaderIterator(Generic[B_co]):
         if self._starting is None:
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
+            self._progress.asked = True
             # In seeded mode `set_epoch` may come between `aiter()` and the first batch.
             if self._progress.outdated:
                 self._begin()
+                self._progress.asked = True
             with recording(self._statistics.recorder):
                 # The task's context keeps the recorder: requests that are made while it starts are counted.
                 self._starting = self._loop.create_task(self._start())
         # Shielded: if this caller is cancelled, the start goes on, for the next caller and for `aclose`.
-        await shielded(self._starting)
+        starting = self._starting
+        try:
+            await shielded(starting)
+        except Exception:
+            if self._starting is starting:
+                self._starting = None  # the next call starts once more
+            raise
 
     async def _start(self) -> None:
         assignments, self._starts = await open_assignment(self._progress, self._starts)
@@ -345,8 +357,11 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._consumer.drain_notices()
             return EndOfData()
         assert isinstance(item, Fail)
+        again = self._consumer.unbegun and not self._closed
         self._ended = ""  # raised once; a caller that ignores it gets a normal end next
         await self.aclose()
+        if again:  # the next call begins the epoch, with the random numbers that were drawn
+            self._prepare()
         return item.error
 
     # --------------------------------------------------------------------------------------------- closing

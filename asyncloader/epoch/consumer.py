@@ -101,9 +101,7 @@ class Consumer:
         *,
         begun: float,
     ) -> None:
-        self._statistics = statistics
-        self._config = config
-        self._quarantine = quarantine
+        self._statistics, self._config, self._quarantine = statistics, config, quarantine
         self._notices: deque[Notice | CopyBegun | Resized] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
@@ -117,7 +115,6 @@ class Consumer:
         self._short = 0  # indices that must be taken besides, because there are more workers
         self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
-        self._scheduler = make_scheduler(config, progress.next_worker)
         # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._torch_iter = weakref.ref(torch_iter)
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
@@ -125,8 +122,7 @@ class Consumer:
         self._first = True
         self.delivery = Delivery()
         self._opener = Opener(statistics)
-        self._pins = torch_iter._pin_memory
-        self._pin_device = torch_iter._pin_memory_device
+        self._pins, self._pin_device = torch_iter._pin_memory, torch_iter._pin_memory_device
         self._transfer = transfer
         self._stage: PinStage | DeviceStage | None = None
         self._skipped = SkippedSampleLog(config.max_skipped_samples, statistics)
@@ -135,6 +131,11 @@ class Consumer:
         self._adapts = config.reorder_window > 0 or config.credits > config.least_credits
         self.offers = self._prime(config.first_credits * config.num_workers + config.reorder_window)
         """Indices taken before the first batch; in torch mode the number that torch takes."""
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether no item was delivered, and no rank waits for another: the epoch may have another pipeline."""
+        return not self._taken and self._agreement is None
 
     @property
     def outstanding(self) -> int:
@@ -179,7 +180,8 @@ class Consumer:
         put_from_thread: Callable[[Action], None],
         respawner: WorkerRespawner,
     ) -> Pipeline:
-        """Make the epoch's pipeline. It passes items to `put`; stages that have a thread use `put_from_thread`."""
+        """Make the epoch's pipeline, for `put`, or `put_from_thread` in a stage's thread. Again, while `unbegun`."""
+        self._scheduler = make_scheduler(self._config, self._progress.next_worker)
         sink = put
         if self._agreement is not None:
             # Made first, because the other stage forwards to it: an error of that stage must reach the other ranks.

@@ -61,6 +61,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTHING = nullcontext()
+_END, _TAKEN = object(), object()  # no index is left; the first index was taken
 _LOOK_S = 0.02  # between two batches that are measured more closely
 
 
@@ -92,12 +93,10 @@ class InlineEpoch:
             error = AssertionError("_SingleProcessDataLoaderIter requires timeout == 0")  # torch's text
             add_note(error, f"timeout={progress.config.timeout!r} needs workers: set num_workers, or leave it at 0")
             raise error
-        self._loader = loader
+        self._loader, self._keeper, self._alone = loader, keeper, alone
         self.statistics = statistics
         self._recorder = statistics.recorder
-        self._keeper = keeper
         self._torch_iter = weakref.ref(torch_iter)
-        self._alone = alone
         self._indices: AsyncIterator[Any] | None = None
         self._begin(progress, torch_iter)
         self.transfer = transfer_of(loader)
@@ -124,6 +123,7 @@ class InlineEpoch:
         self._cursor: PackedCursor | None = None  # after that batch
         self._given = 0  # indices that were passed to the prefetcher
         self._fresh = True
+        self._first: Any = _TAKEN
         self.reader = reader = _make_reader(torch_iter, progress, self._recorder)
         self._streams = None if isinstance(reader, DatasetReader) else reader
         if self._alone and isinstance(reader, DatasetReader) and not reader.asynchronous:
@@ -132,6 +132,8 @@ class InlineEpoch:
             progress.live = weakref.WeakMethod(reader.live_cursor)
         self.on_loop = reader.asynchronous or self.source is not None
         """Whether an event loop reads the dataset: in a sync loader the private one."""
+        self.opened = not self.on_loop
+        """Whether nothing has to be awaited before the first sample, or `open` has done it."""
         self.context = self.reader.context()
         self._tuning = self._tuned()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
@@ -154,6 +156,7 @@ class InlineEpoch:
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""
         if self._fresh:
+            self.progress.asked = True
             # In seeded mode `set_epoch` may come between `iter()` and the first batch.
             if self.progress.outdated:
                 progress = self._keeper.begin(self._loader, self._config)
@@ -167,6 +170,19 @@ class InlineEpoch:
         torch_iter = self._torch_iter()
         assert torch_iter is not None
         return torch_iter
+
+    async def open(self) -> None:
+        """Take an async sampler's first index, for which shards are planned, enter the dataset's context, and begin to
+        read. An error of it is no batch's: the next call does it again.
+        """
+        if self.source is not None and self._indices is None:
+            indices = self.source.read(self.progress)
+            self._first = await anext(indices, _END)
+            self._indices = indices  # only now: the generator ends with an error
+        if self.reader.asynchronous:
+            await self.context.open()
+            await self.reader.open()
+        self.opened = True
 
     # -------------------------------------------------------------------------------------------- indices
 
@@ -194,13 +210,13 @@ class InlineEpoch:
         """Advance the sampler, which may be async. `EndOfData` at its end."""
         if self.source is None:
             return self.next_index()
-        if self._indices is None:
-            self._indices = self.source.read(self.progress)
+        assert self._indices is not None  # by `open`
         began = perf_counter()
-        try:
-            index = await anext(self._indices)
-        except StopAsyncIteration:
-            raise EndOfData from None
+        index, self._first = self._first, _TAKEN
+        if index is _TAKEN:
+            index = await anext(self._indices, _END)
+        if index is _END:
+            raise EndOfData
         time_pull(self.progress.sampler_log, self._recorder, perf_counter() - began)
         return index
 
@@ -384,6 +400,8 @@ class InlineEpoch:
         Raises:
             TooManySkippedSamples: as in `delivered`.
         """
+        if not self.opened:
+            return  # no batch was begun
         read, self._read = self._read, False
         if not read:  # else the reader has counted the batch, and a later step failed
             self.reader.failed()

@@ -19,6 +19,7 @@ from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.epoch.late_tasks import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
@@ -124,20 +125,16 @@ class Pipeline(Listener):
         hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
         self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
         self._run, self._pool = self._statistics.epochs, pool  # the iterator's number is for traces
-        self._scheduler = scheduler
-        self._sink = sink
-        self._source = source
+        self._scheduler, self._sink, self._source = scheduler, sink, source
         self._offers: deque[Any] = deque()
         self._allowed = 0  # how many more indices the scheduler has requested
         self._allow: asyncio.Event | None = None
         self._reader: asyncio.Task[None] | None = None
         self._source_error: Exception | None = None
-        self._closed = False
+        self._closed = self._delivers = False  # the consumer gets no items any more; it got one
         self._advanced: int | None = None  # the last delivery that was taken
         self._respawner = respawner
-        self._loss = loss
-        self._replays = replays
-        self._stateful = stateful
+        self._loss, self._replays, self._stateful = loss, replays, stateful
         self._resumes = scheduler.iterable or stateful  # else each worker makes any batch, whatever it made before
         self._assigner = assigner
         self._resume_points: ResumePoints | None = None  # None: not started
@@ -147,7 +144,7 @@ class Pipeline(Listener):
         self._unbegun: set[int] = set()  # workers that have not begun the epoch yet
         # Made in the consumer's thread: an event belongs to a loop only from the first task that waits for it.
         self._begun = asyncio.Event()
-        self._start_error: Any = None
+        self._start_errors: dict[int, Any] = {}  # of the workers that could not begin the epoch
         self.notices: deque[Notice | CopyBegun | Resized] = deque()
         """For the consumer's thread: replaced workers, started ones, and another number of workers."""
 
@@ -256,7 +253,7 @@ class Pipeline(Listener):
         """
         if self._unbegun:
             await self._begun.wait()
-        return self._start_error
+        return next(iter(self._start_errors.values()), None)
 
     async def report(self) -> str:
         """Describe the task that is waited for, and each worker. Takes a second at most."""
@@ -266,13 +263,13 @@ class Pipeline(Listener):
 
     def on_started(self, worker: int, error: Any, cursors: Sequence[PackedCursor | None]) -> None:
         """Record that the worker has begun the epoch. See `Listener`."""
+        if error is not None:  # of an asynchronous dataset it may come with the first task
+            self._start_errors[worker] = error
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
         if cursors and self._resume_points is not None:
             self.notices += starmap(CopyBegun, self._resume_points.began(worker, cursors))
         self._unbegun.discard(worker)
-        if self._start_error is None:
-            self._start_error = error
         if error is not None or not self._unbegun:
             self._begun.set()
 
@@ -331,7 +328,7 @@ class Pipeline(Listener):
         """Pass a task's error to the scheduler. See `Listener`."""
         if self._resume_points is not None:
             self._resume_points.failed(self._scheduler.copy(worker, seq))
-        self._completed(worker, seq, WorkerFailure(error, busy, records))
+        self._completed(worker, seq, WorkerFailure(error, busy, records, unbegun=worker in self._start_errors))
 
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]
@@ -452,6 +449,9 @@ class Pipeline(Listener):
                     self._statistics.note_order(perf_counter() - action.outcome.arrived)
                     if (trace := self._statistics.trace) is not None:
                         trace.ordered(self._run, action.seq)
+                elif not self._delivers and isinstance(action.outcome, WorkerFailure) and action.outcome.unbegun:
+                    raise_worker_error(action.outcome.error)  # no batch's error: the epoch has not begun
+                self._delivers = True
                 self._sink(action)
             elif isinstance(action, Assign):
                 task, trace = action.task, self._statistics.trace

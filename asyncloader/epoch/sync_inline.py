@@ -123,9 +123,11 @@ class SyncInlineIterator(CountedNext):
         epoch, bridge = self._epoch, self._bridge
         if bridge is None:  # the epoch has ended, and a repeated call ends again; or another thread has just closed it
             raise LoaderClosed(_CLOSED) if epoch.closed else EndOfData
-        # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, inside `next()` only.
-        ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
         try:
+            if not epoch.opened:
+                bridge.run(_fetch(epoch, [], records))
+            # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, inside `next()`.
+            ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
             return bridge.run(_fetch(epoch, ahead, records))
         except (asyncio.CancelledError, LoaderClosed):
             if epoch.closed:  # by `_close`, for another thread, or by the end of the loop behind it
@@ -181,21 +183,22 @@ def _in_range(fetch: Callable[[list[SkippedSample]], tuple[Any, Any]], records: 
 
 
 async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSample]) -> tuple[Any, Any]:
-    """The next batch with its index, of an async dataset or from an async sampler."""
+    """The next batch with its index, of an async dataset or from an async sampler. The first call opens the epoch."""
     if epoch.closed:  # since `next` was called: `_close` has run
         raise asyncio.CancelledError
     task = asyncio.current_task()
     assert task is not None
     epoch.fetching.add(task)
     try:
-        if epoch.prefetcher is not None:
-            epoch.start_ahead(epoch.prefetcher, ahead)
         with UnexpectedCancellation("the dataset's or sampler's"), epoch.measured_on_loop():
+            if not epoch.opened:
+                await epoch.open()
+                return None, None
             if epoch.prefetcher is not None:
+                epoch.start_ahead(epoch.prefetcher, ahead)
                 return await epoch.prefetcher.take(records)
             index = await epoch.next_index_async()
             if epoch.reader.asynchronous:
-                await epoch.context.open()
                 return index, await epoch.reader.fetch_async(index, records)
             return index, epoch.reader.fetch(index, records)
     finally:

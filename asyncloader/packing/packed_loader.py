@@ -8,13 +8,15 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterator, Iterator, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.window_packer import WindowPacker
 from asyncloader.packing.windows import PackingOptions, Window
 from asyncloader.ranks.topology import Topology, topology
+
+B = TypeVar("B")
 
 _VERSION = 1
 _KEYS = {"version", "loader", "carried", "delivered", "batch_size", "rank", "world_size"}
@@ -62,18 +64,26 @@ class PackedLoader:
         self._collate = PackSequences(pad_to=pad_to, pad_values=pad_values)
         self._packer: WindowPacker | None = None  # of the newest iterator, until its epoch ends
         self._loaded: dict[str, Any] | None = None
+        self._taken: dict[str, Any] = {}  # the loaded state from which that iterator began
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy reads a loader of its own, which begins, or goes on from a loaded state, with the copy's iterator.
         return {**vars(self), "loader": copy.copy(self.loader), "_packer": None}
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
+        self._load_again()
         batches = iter(self.loader)
         return _SyncRows(self, batches, self._begin())
 
     def __aiter__(self) -> AsyncIterator[dict[str, Any]]:
+        self._load_again()
         batches = aiter(self.loader)
         return _AsyncRows(self, batches, self._begin())
+
+    def _load_again(self) -> None:
+        """Load the state of an iterator that was asked for its first row and could not pack a window."""
+        if self._packer is not None and self._packer.unbegun and self._taken:
+            self.load_state_dict(self._taken)
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position, at a row: a new dictionary of plain values. Between epochs: the next epoch.
@@ -137,6 +147,7 @@ class PackedLoader:
     def _begin(self) -> WindowPacker:
         state = self.loader.state_dict()
         loaded, self._loaded = self._resumed(state) or {}, None
+        self._taken = loaded
         options = loaded.get("packing")
         self._packer = WindowPacker(
             self._collate,
@@ -153,17 +164,20 @@ class PackedLoader:
             self._packer = None
 
 
-class _SyncRows(Iterator[dict[str, Any]]):
-    def __init__(self, owner: PackedLoader, batches: Iterator[Window], packer: WindowPacker) -> None:
+class _Rows(Generic[B]):
+    def __init__(self, owner: PackedLoader, batches: B, packer: WindowPacker) -> None:
         self._owner = owner
         self._batches = batches
         self._packer = packer
         self._read: list[Window] = []  # taken from the loader, and not packed; one at most
         self._state: Any = None  # the loader's, before that window
 
+
+class _SyncRows(_Rows[Iterator[Window]], Iterator[dict[str, Any]]):
     def __next__(self) -> dict[str, Any]:
         packer = self._packer
         while (row := packer.row()) is None:
+            packer.asked = True
             if packer.over:
                 self._owner._end(packer)
                 raise StopIteration
@@ -176,21 +190,19 @@ class _SyncRows(Iterator[dict[str, Any]]):
         return row
 
 
-class _AsyncRows(AsyncIterator[dict[str, Any]]):
-    def __init__(self, owner: PackedLoader, batches: AsyncIterator[Window], packer: WindowPacker) -> None:
-        self._owner = owner
-        self._batches = batches
-        self._packer = packer
-
+class _AsyncRows(_Rows[AsyncIterator[Window]], AsyncIterator[dict[str, Any]]):
     async def __anext__(self) -> dict[str, Any]:
         packer = self._packer
         while (row := packer.row()) is None:
+            packer.asked = True
             if packer.over:
                 self._owner._end(packer)
                 raise StopAsyncIteration
-            state = self._owner.loader.state_dict()
-            window = await anext(self._batches, None)
-            packer.add(state, [] if window is None else [window])
+            if not self._read:
+                state = self._owner.loader.state_dict()
+                window = await anext(self._batches, None)
+                self._state, self._read = state, [] if window is None else [window]
+            packer.add(self._state, self._read)
         packer.delivered += 1
         return row
 

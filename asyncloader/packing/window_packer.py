@@ -69,6 +69,13 @@ class WindowPacker:
         self.over = False
         """Whether the end of the epoch was added."""
         self._options = options
+        self.asked = False
+        """Whether the first row was asked for. The caller sets it."""
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether the first row was asked for, and no window was packed."""
+        return self.asked and self._sources is None
 
     @property
     def position(self) -> tuple[Any, Carried, int, PackingOptions | None]:

@@ -187,6 +187,7 @@ class IndexStream:
         self._every = every
         self._read: deque[Any] = deque()  # taken from the sampler, and not returned; one item at most
         self._pulled: tuple[int | None, int, Any] = None, 0, None  # task, step and index of the last pull
+        self._begun = False  # items were dropped to find the position
         self.unclaimed: list[int] = []
         """Numbers of steps that ``next()`` returned to code outside the loader, and that became no task."""
         self.log: StateLog | None = None
@@ -227,7 +228,11 @@ class IndexStream:
             if not read:
                 # A single call into C moves the item to the deque, so Ctrl-C cannot lose it, except in the sampler's
                 # own code.
-                read.extend(map(next, (self._items,)))
+                try:
+                    read.extend(map(next, (self._items,)))
+                except Exception:
+                    self._begin_later()
+                    raise
                 if not read:
                     raise StopIteration
             step = self._step
@@ -294,10 +299,18 @@ class IndexStream:
             self._before = None
             # The sampler's error, once the position was found, is raised once: the next call reads on.
             self._items = self._items or self._restoring
+            self._begin_later()
             raise
         self._note_draws(before)
         assert self._restoring is not None  # made above, or by the call that Ctrl-C ended
         return self._restoring
+
+    def _begin_later(self) -> None:
+        """After an error of the sampler's first item: let the next call begin the same order. Later, and in torch mode,
+        an order that raises has ended.
+        """
+        if isinstance(self._index_sampler, RankView) and self._pulled[2] is None and not self._begun:
+            self._items = self._before = None
 
     def _note_draws(self, before: dict[str, torch.Tensor]) -> None:
         """Note the generators from which the order was drawn. A resumed order must not change the global generator."""
@@ -324,8 +337,10 @@ class IndexStream:
         source, saved = self._index_sampler, self._saved
         at = 0 if saved is None else saved["at"]
         if isinstance(source, RankView):
-            iterator = _past(self._own_iterator(), (step - at) * source.cutter.stride)
-            return source.iter_from(step, self._unless_ended(iterator))
+            skip = (step - at) * source.cutter.stride
+            iterator = _past(self._own_iterator(), min(skip, 1))
+            self._begun = skip > 0
+            return source.iter_from(step, self._unless_ended(_past(iterator, skip - 1)))
         if source is self._sampler:
             if saved is None and self.generators is None:
                 self._iterator = self._made

@@ -23,6 +23,10 @@ Place = tuple[int, int, int]
 its pass is 0."""
 
 
+Change = tuple[int, list[int]]
+"""An epoch, and the whole weights of the sources from there on."""
+
+
 class MixedDataset(PlannedDataset, Protocol):
     """The part of `remote.mixture.MixedSources` that its order needs."""
 
@@ -67,11 +71,13 @@ class MixedPositions(Positions):
     def __init__(self, dataset: MixedDataset) -> None:
         super().__init__(dataset)
         self._begun: int | None = None  # the epoch that began last
-        self._changes: list[tuple[int, list[int]]] = []  # by `feedback`; replaced, not changed: another thread reads it
+        # By `feedback`; replaced, not changed: another thread reads it.
+        self._changes: list[Change] = []
+        self._since: list[Change] = []  # of these, those since a state was loaded: they come after the state's
 
     def feedback(self, weights: Sequence[float | Fraction]) -> None:
         """Mix the epochs that have not begun with these weights. Every rank must give the same weights in the same
-        epoch. A state that is loaded replaces them when the next iterator begins to read.
+        epoch. A state that is loaded afterwards replaces them when the next iterator begins to read.
 
         Raises:
             ValueError: their number differs from that of the sources, they are out of range, or a source that they
@@ -82,7 +88,7 @@ class MixedPositions(Positions):
             self.dataset.order([(0, whole)])
         # After an epoch's last batch, the loader has set the following epoch, which has not begun.
         change = self.epoch + (self._begun == self.epoch), whole
-        self._changes = [each for each in self._changes if each[0] < change[0]] + [change]
+        self._changes, self._since = _changed(self._changes, change), _changed(self._since, change)
 
     @property
     def changed(self) -> bool:
@@ -97,6 +103,20 @@ class MixedPositions(Positions):
     def begin(self, epoch: int) -> None:
         """Note that an epoch begins, whose weights are fixed from now on."""
         self._begun = epoch
+
+    def loaded(self, begun: int | None) -> None:
+        """Let the weights that `feedback` gives from now on follow those of the state. See `Positions.loaded`."""
+        self._begun, self._since = begun, []
+
+    def resumed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with the weights that `feedback` gave since; a broken state as it is."""
+        changes = state.get("feedback")
+        number = len(self.dataset.weights[0][1])
+        if not isinstance(changes, list) or not all(_is_change(each, number) for each in changes):
+            return state
+        for change in self._since:
+            changes = _changed(changes, change)
+        return state | {"feedback": [*map(list, changes)]}
 
     def sampler(self, epoch: int) -> MixedOrder:
         """Return an epoch's order."""
@@ -119,15 +139,19 @@ class MixedPositions(Positions):
             StateError: it is not, or the state is broken.
         """
         super().load_state_dict(state)
-        changes = state.get("feedback")
-        number = len(self.dataset.weights[0][1])
-        if not isinstance(changes, list) or not all(_is_change(each, number) for each in changes):
+        followed = self.resumed(state)
+        if followed is state:
             raise StateError("the state is broken: its weights cannot be read")
-        self._changes = [(epoch, [*weights]) for epoch, weights in changes]
+        self._changes = [(epoch, [*weights]) for epoch, weights in followed["feedback"]]
 
     def follow(self, state: dict[str, Any]) -> None:
         """Go on after the epoch of a state. Errors as `load_state_dict`."""
         self.load_state_dict(state)
+
+
+def _changed(changes: Sequence[Change], change: Change) -> list[Change]:
+    """Return the changes with a later change, which replaces those of its epoch and of the epochs after it."""
+    return [each for each in changes if each[0] < change[0]] + [change]
 
 
 def _is_change(value: Any, number: int) -> bool:

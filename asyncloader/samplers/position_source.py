@@ -41,6 +41,12 @@ class PositionSource(AsyncIndexSource):
         """Samples in a global batch."""
         return (self.share.batch_size or 1) * self.share.topology.world_size
 
+    def most_steps(self, samples: int) -> int:
+        """Return the number of steps of so many samples on any number of ranks: a short last step may be no step of
+        these.
+        """
+        return -(-samples // self.batch)
+
     def first_log(self, _: int, /) -> StateLog | None:
         """Return None: the state is noted by `read`, once the shards are known."""
         return None
@@ -71,10 +77,10 @@ class PositionSource(AsyncIndexSource):
         """
         dataset = self.sampler.dataset
         saved = position.saved_sampler and position.saved_sampler["sampler"]
-        loaded = (
-            {name: saved[name] for name in ("feedback", "before") if name in saved} if isinstance(saved, dict) else {}
-        )
-        described = {"before": [], **self.sampler.state_dict(), **loaded}
+        described: dict[str, Any] = {"before": [], **self.sampler.state_dict()}
+        if isinstance(saved, dict):
+            state = self.sampler.resumed(saved)
+            described |= {name: state[name] for name in ("feedback", "before") if name in state}
         return {
             "kind of dataset": type(dataset).__name__,
             "seed": dataset.seed,
@@ -95,14 +101,14 @@ class PositionSource(AsyncIndexSource):
                 order = RestOfPositions(order, before)
         elif ended is not None:
             order.follow(ended["sampler"])
-        position.log = _PresentState(order)
         view = position.view = RankView(order.sampler(position.epoch), self.share)
         position.total = len(view)
         first, task = position.first_step, 0
         # Known only now: steps were left out before the samples were counted, or the state is broken.
         last = max([first, *(step + 1 for step in position.skipped)])
-        if last > position.total:
+        if last > max(position.total, self.most_steps(len(view.sampler))):
             raise IndexError(f"epoch {position.epoch} has no step {last - 1}: it has {position.total} batches")
+        position.log = _PresentState(order)
         for step, item in enumerate(view.iter_from(first), first):
             if step not in position.skipped:
                 position.pulled(task, step)

@@ -96,6 +96,13 @@ class Positions:
     def begin(self, epoch: int) -> None:
         """Note that an epoch begins. Called in the thread that iterates."""
 
+    def loaded(self, begun: int | None) -> None:
+        """Note that a loader's state was loaded. `begun`: its epoch, if that has begun."""
+
+    def resumed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with that which was changed since it was loaded."""
+        return state
+
     def sampler(self, epoch: int) -> Any:  # noqa: ARG002
         """Return an epoch's items, as a plain sampler that begins anywhere."""
         return SeededSampler(self, 0, shuffle=False)

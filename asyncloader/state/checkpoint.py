@@ -64,6 +64,7 @@ class StateKeeper:
         self._loaded: dict[str, Any] | None = None  # the loaded state as given, until an iterator begins from it
         self._pending: dict[str, Any] | None = None  # the same, checked
         self._unchecked = False  # it was checked for the loader of which this is a copy's
+        self._taken: tuple[dict[str, Any] | None, dict[str, Any] | None] = None, None  # both, of the newest iterator
         self._old: Progress | None = None  # the newest iterator of the moment when a state was loaded
         self._moment: tuple[Any, ...] = ()  # and where it was then
 
@@ -73,7 +74,8 @@ class StateKeeper:
         """
         copied, clock = StateKeeper(), self._clock
         copied._counted = self._counted if clock is None else (clock.counted, clock.sets_dataset)
-        copied._loaded, copied._pending, copied._unchecked = self._loaded, self._pending, True
+        copied._loaded, copied._pending = self._standing
+        copied._unchecked = True
         return copied
 
     @property
@@ -151,6 +153,15 @@ class StateKeeper:
         pairs = zip(workers["given"], workers["cursors"], strict=True)
         return sum(given for given, cursor in pairs if cursor is None)
 
+    @property
+    def _standing(self) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+        """The loaded state from which the next iterator begins, as given and checked: again, if the iterator that began
+        from it could not give its first batch.
+        """
+        if self._pending is None and self._newest is not None and self._newest.unbegun:
+            return self._taken
+        return self._loaded, self._pending
+
     def begin(self, spec: LoaderSpec[Any], config: EpochConfig | None = None) -> Progress:
         """The position of a new iterator: that of the loaded state, else the beginning of the epoch. It has the epoch's
         options: as they are now, or `config` if the same iterator begins once more.
@@ -166,7 +177,8 @@ class StateKeeper:
             if clock.value != epoch:  # it was set since the state was loaded
                 clock.set(epoch)
         # A state begins one iterator only. If the iterator cannot be made, the function of `mark` restores it.
-        resumed, self._pending, self._loaded = self._pending, None, None
+        self._taken = self._standing if self._taken[1] is not None else (self._loaded, self._pending)
+        resumed, self._pending, self._loaded = self._taken[1], None, None
         clock.begin()
         finished = resumed if resumed is not None and resumed["finished"] else None
         if resumed is not None and (finished or clock.value != resumed["epoch"]):
@@ -199,10 +211,10 @@ class StateKeeper:
 
     def mark(self) -> Callable[[], None]:
         """Return a function that undoes `begin`: if making the iterator fails, the next has the loaded position."""
-        before = self._newest, self._loaded, self._pending, self._old
+        before = self._newest, self._loaded, self._pending, self._taken, self._old
 
         def undo() -> None:
-            self._newest, self._loaded, self._pending, self._old = before
+            self._newest, self._loaded, self._pending, self._taken, self._old = before
 
         return undo
 
@@ -265,15 +277,16 @@ class StateKeeper:
         running = newest is not None and not (finished or newest.finished)
         config = newest.config if newest is not None and running else EpochConfig.of(spec)
         elsewhere = not (before_last or finished) and self._elsewhere(config)
-        if self._loaded is not None and late is None and not elsewhere:
+        loaded = self._standing[0]
+        if loaded is not None and late is None and not elsewhere:
             # As it was given, with the keys that other libraries have added.
-            return copy.deepcopy(self._loaded)
+            return _with_feedback(config, copy.deepcopy(loaded))
         if newest is not None and not elsewhere:
             if config.stateful and _reads_by_chance(config):
                 self._check_exact(config, newest, finished=not running)
             if before_last:
                 return newest.state_before_last()
-            state = newest.state(finished=finished)
+            state = _with_feedback(config, newest.state(finished=finished))
             if not running:
                 _foretell(state, after_an_epoch(config, itself=newest.iterates_itself))
             return state
@@ -304,7 +317,7 @@ class StateKeeper:
 
     def _elsewhere(self, config: EpochConfig) -> bool:
         """Whether `set_epoch` chose another epoch than the epoch that follows from the last position."""
-        epoch, pending = self._clock_of(config).value, self._pending
+        epoch, pending = self._clock_of(config).value, self._standing[1]
         if pending is not None and not pending["finished"]:
             return bool(epoch != pending["epoch"])  # in all modes, as `begin` drops the position
         # The state of a dataset that is iterated goes on from epoch to epoch; shards have none.
@@ -355,13 +368,16 @@ class StateKeeper:
         take_back = self._clock_of(config).restore(state["epoch"], finished=state["finished"])
         try:
             if not config.iterable and not state["finished"]:  # an epoch's length may depend on its number
-                check_length(state, _most_steps(config.index_sampler))
+                check_length(state, _most_steps(config))
         except BaseException:
             # `restore` has called the samplers' `set_epoch`: a refused state must not leave its epoch behind.
             take_back()
             raise
         # Last: a state that is refused above leaves the loader's position as it was.
         self._note_old()
+        if isinstance(config.source, PositionSource) and given is not self._loaded:  # else `feedback` has followed it
+            begun = not state["finished"] and (state["step"] or state["beyond"])
+            config.source.sampler.loaded(state["epoch"] if begun else None)
         self._loaded, self._pending, self._unchecked = copy.deepcopy(given), state, False
 
     def _note_old(self) -> None:
@@ -382,6 +398,17 @@ def _length(index_sampler: Any) -> int | None:
         return None
 
 
+def _with_feedback(config: EpochConfig, state: dict[str, Any]) -> dict[str, Any]:
+    """Add to a mixture's state the weights that `feedback` has given and no batch has followed yet. In place."""
+    if isinstance(config.source, PositionSource):
+        saved, order = state["sampler"], config.source.sampler
+        if saved is not None and isinstance(saved["sampler"], dict):
+            saved["sampler"] = order.resumed(saved["sampler"])
+        elif saved is None and order.changed:
+            state["sampler"] = {"at": 0, "ended": False, "sampler": order.state_dict(), "iterator": None}
+    return state
+
+
 def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
     """Add the next epoch's seeds and dataset state to a state that is saved between epochs."""
     state["seeds"] = prospect.seeds
@@ -400,8 +427,12 @@ def _samples(index_sampler: Any) -> int | None:
     return _length(index_sampler.sampler) if isinstance(index_sampler, RankView) else None
 
 
-def _most_steps(index_sampler: Any) -> int | None:
+def _most_steps(config: EpochConfig) -> int | None:
     """Most steps that an epoch can have, on any number of ranks; None if unknown."""
+    index_sampler, source = config.index_sampler, config.source
+    if isinstance(source, PositionSource):
+        samples = _length(source.sampler)
+        return None if samples is None else source.most_steps(samples)
     if not isinstance(index_sampler, RankView):
         return _length(index_sampler)
     items = _samples(index_sampler)

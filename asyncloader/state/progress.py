@@ -63,6 +63,7 @@ class Progress:
         self.every = every
         self._finished = False
         self._touched = False
+        self.asked = False  # the first batch was asked for
         self.first_step: int = 0 if resumed is None else resumed["step"]
         """Number of steps that were delivered before this iterator, without a gap."""
         self.skipped = frozenset[int](() if resumed is None else resumed["beyond"])
@@ -125,6 +126,12 @@ class Progress:
         if self._touched or self._resumed is not None or self._expects["mode"] != "seeded":
             return False
         return self._clock.value != self.epoch
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether the first batch was asked for, and the position is still that of the beginning."""
+        moved = self._touched or self._finished or self._step > self.first_step or len(self._beyond) > len(self.skipped)
+        return self.asked and not moved
 
     @property
     def touched(self) -> bool:
@@ -383,7 +390,9 @@ class Progress:
             self._steps.pop(before, None)
 
     def finish(self) -> None:
-        """Record that the user has seen the end of the epoch."""
+        """Record that the user has seen the end of the epoch; not of an order that raised before its first step."""
+        if self.unbegun and self._failed is not None and not self._steps and self._expects["kind"] == "map":
+            return
         self._finished = True
         # A copy: the loop's thread may add another worker's end while the ranks have already agreed on the epoch's.
         for worker, cursor in self.ends.copy().items():

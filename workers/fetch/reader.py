@@ -77,8 +77,7 @@ class DatasetReader:
         pack_cursor: CursorPacker | None = None,
         alone: bool = True,
     ) -> None:
-        self._setup = setup
-        self._alone = alone
+        self._setup, self._alone = setup, alone
         self.dataset = dataset
         self.resources = ResourceScope()
         """What the dataset's code opens by `worker_resource`."""
@@ -88,8 +87,7 @@ class DatasetReader:
         self._time = time = Recorder().time if time is None else time
         self._collate = _TimedCollate(collate, time)
         self._stage: Stage = "first_read" if in_worker else "fetch"  # of the next fetch
-        self._worker_id = worker_id
-        self._in_worker = in_worker
+        self._worker_id, self._in_worker = worker_id, in_worker
         self._assignments = assignments
         self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
         self._threads = JobThreads(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
@@ -167,6 +165,17 @@ class DatasetReader:
             return DatasetContext(None)
         after = self if assigns_shards(self.dataset) else None
         return DatasetContext(self.dataset, before, after, self.resources)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the dataset has begun the epoch: an asynchronous dataset does that with its first fetch."""
+        return self._ready or not self.asynchronous
+
+    async def open(self) -> None:
+        """Begin the epoch of an asynchronous dataset now, and not with the first fetch. In a task of its own."""
+        current_scope.set(self.resources)
+        async with self._lock:
+            await self._ensure_begun()
 
     async def _begin_async(self, start: EpochStart) -> None:
         # The stream of the epoch before may still be reading ahead.
@@ -341,9 +350,7 @@ class DatasetReader:
         current_scope.set(self.resources)
         if not self._setup.iterable:
             if not self._ready:
-                # For the beginning alone: batches of a map dataset are fetched at the same time.
-                async with self._lock:
-                    await self._ensure_begun()
+                await self.open()  # the lock is for this alone: batches of a map dataset are fetched at the same time
             return await self._timed(self._fetcher.fetch_async(index, records))
         # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
         async with self._lock:
@@ -381,8 +388,7 @@ class DatasetReader:
         """
         current_scope.set(self.resources)
         if not self._ready:
-            async with self._lock:
-                await self._ensure_begun()
+            await self.open()
         return await self._timed(self._fetcher.samples(index, records))
 
     def collated(self, index: Any, samples: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, outcomes, run_async
+from tests.helpers.seeded_runs import Stepwise
 from tests.integration.concurrency.test_samples_in_flight import collect
 
 WORKERS = [0, 1, 2]
@@ -142,29 +143,15 @@ class Refuses(Opens):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_error_at_entering_is_one_of_start_up(kind: str, tmp_path: Path) -> None:
-    """The error answers every task of the epoch; the next epoch of persistent workers tries to enter again."""
-    found: list[Any] = []
-
-    async def run() -> None:
-        loader = AsyncDataLoader[Any](Refuses(tmp_path), batch_size=4, num_workers=1, persistent_workers=True)
-        async with loader:
-            for _ in range(2):
-                batches = aiter(loader)
-                while True:
-                    try:
-                        found.append((await anext(batches)).tolist())
-                    except StopAsyncIteration:
-                        break
-                    except ConnectionError as error:
-                        found.append(type(error))
-
-    if kind == "asyncio":
-        run_async(run())
-        assert found == [ConnectionError] * 3 + [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    else:
-        got = outcomes(kind, Refuses(tmp_path), batch_size=4, num_workers=1)
-        assert [each[0] for each in got] == [ConnectionError] * 3
+    """No batch is lost to it: the next call of `next` has the workers enter again."""
+    for persistent in (False, True):
+        folder = tmp_path / str(persistent)
+        folder.mkdir()
+        options = {"batch_size": 4, "num_workers": 1, "persistent_workers": persistent}
+        got = outcomes(kind, Refuses(folder), **options)
+        assert [each[0] for each in got[:1]] == [ConnectionError]
         assert "no store" in got[0][1]
+        assert [batch.tolist() for batch in got[1:]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -240,17 +227,20 @@ def test_an_async_worker_init_fn_is_awaited(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_its_error_is_one_of_start_up(kind: str) -> None:
-    """The error of `worker_init_fn` answers every task."""
-    got = outcomes(kind, Client(), batch_size=2, num_workers=1, worker_init_fn=refuse)
-    assert [each[0] for each in got] == [ConnectionError] * 4
-    assert "worker 0 has no store" in got[0][1]
+    """The error of `worker_init_fn` is raised, by each call of `next` again."""
+    with Stepwise(kind, Client(), batch_size=2, num_workers=1, worker_init_fn=refuse) as run:
+        run.begin()
+        for _ in range(2):
+            with pytest.raises(ConnectionError, match="worker 0 has no store"):
+                run.step()
 
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_a_blocking_dataset_has_no_loop_for_it(kind: str) -> None:
     """The error names the missing event loop; with `concurrency` the worker has a loop."""
-    got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect)
-    assert [each[0] for each in got] == [TypeError, TypeError]
-    assert "no event loop" in got[0][1]
+    with Stepwise(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect) as run:
+        run.begin()
+        with pytest.raises(TypeError, match="no event loop"):
+            run.step()
     got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect, concurrency=2)
     assert [len(batch) for batch in got] == [2, 2]

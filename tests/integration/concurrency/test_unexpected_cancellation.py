@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from tests.helpers.running import BOTH, outcomes
+from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.loops
 
@@ -102,7 +103,6 @@ class Sampler:
 MISTAKES: dict[str, tuple[Callable[[], Any], dict[str, Any], list[Any]]] = {
     "a stream": (Stream, {}, [[0, 1], RuntimeError]),
     "an iterator that goes on": (GoesOn, {}, [[0, 1], RuntimeError, [4, 5], [6, 7]]),
-    "a context": (Opens, {"batch_size": 8}, [RuntimeError]),
     "a sampler": (Rows, {"sampler": Sampler()}, [[0, 1], RuntimeError]),
     "a collate function": (Rows, {"collate_fn": cancels}, [[0, 1], RuntimeError, [4, 5], [6, 7]]),
 }
@@ -120,6 +120,17 @@ def test_an_error_in_its_place(kind: str, workers: int, name: str) -> None:
     make, options, expected = MISTAKES[name]
     got = outcomes(kind, make(), **{"batch_size": 2, "num_workers": workers, **options})
     assert shown(got) == expected
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_a_context(kind: str, workers: int) -> None:
+    """Each call of `next` enters it once more."""
+    with Stepwise(kind, Opens(), batch_size=2, num_workers=workers) as run:
+        run.begin()
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="cancelled itself"):
+                run.step()
 
 
 @pytest.mark.parametrize("workers", WORKERS)

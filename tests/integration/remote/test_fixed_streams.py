@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
+from asyncloader import AsyncDataLoader, DataLoader, Mixture, RemoteIterableDataset
 from asyncloader.errors import NoEffectWarning, ShardError, StateError
 from asyncloader.transports import MemoryTransport, ObjectNotFound, ReadFailed
 from tests.helpers.http_store import serving as serving_http
@@ -27,6 +27,10 @@ pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This D
 GLOBAL = 6
 UNLUCKY = 13  # see `unlucky_fields_of`
 TOTAL = sum(SIZES)
+
+
+def id_of(sample: Any) -> Any:
+    return sample["id"]
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +143,28 @@ def test_resumed_elsewhere(folder: Path, step: int, expected: list[list[list[int
             loader.load_state_dict(json.loads(state))
             assert numbers(list(loader)) == expected[0][step:]
             assert numbers(list(loader)) == expected[1]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("iterated", [False, True])
+def test_a_last_batch_that_is_too_short_for_the_ranks(mixed: bool, iterated: bool, tmp_path: Path) -> None:
+    """Behind it nothing is left, on any number of ranks; then the next epoch comes, as with a map dataset."""
+    (tmp_path / "a.jsonl").write_text("\n".join(f'{{"id": {number}}}' for number in range(9)))
+
+    def loader(batch_size: int, **options: Any) -> DataLoader[Any]:
+        streams = RemoteIterableDataset(f"{tmp_path}/", streams=1)
+        dataset: Any = Mixture([streams], [1]) if mixed else streams
+        return DataLoader(dataset, batch_size, seed=1, decode=id_of, **options)
+
+    with loader(8) as alone:
+        batches = iter(alone)
+        assert [len(next(batches)) for _ in range(2)] == [8, 1]
+        state = alone.state_dict()
+    with loader(2, rank=0, world_size=4, on_uneven="drop") as ranked:
+        whole = [[batch.tolist() for batch in ranked] for _ in range(2)]
+        resumed = ranked if iterated else ranked.clone()
+        resumed.load_state_dict(state)
+        assert [[batch.tolist() for batch in resumed] for _ in range(2)] == [[], whole[1]]
 
 
 def test_a_worker_that_is_killed(shards: Path) -> None:

@@ -263,6 +263,36 @@ def test_feedback_holds_from_the_next_epoch_that_begins(folder: Path, workers: s
     assert found == [Fraction(1, 4), Fraction(1, 2), Fraction(3, 4), Fraction(5, 6)]
 
 
+@pytest.mark.parametrize("workers", ["none", "threads"])
+@pytest.mark.parametrize("iterated", [False, True], ids=["loaded", "iterated"])
+def test_feedback_behind_a_loaded_state(folder: Path, workers: str, iterated: bool) -> None:
+    """Before the first batch, too: a begun epoch stays as it was, an epoch that follows has the weights, and the state
+    has them at once.
+    """
+    names = COMBINATIONS["map+stream"]
+    options: dict[str, Any] = {"weights": [1, 1], "num_samples": 48}
+    with loader_of(folder, names, **options) as loader:
+        loader.feedback([1, 3])
+        batches = iter(loader)
+        epoch = [next(batches).tolist() for _ in range(2)]
+        begun = json.loads(json.dumps(loader.state_dict()))
+        epoch += [batch.tolist() for batch in batches]
+        ended = loader.state_dict()
+    for saved, rest in ((begun, epoch[2:]), (ended, None)):
+        with loader_of(folder, names, **options, **WORKERS[workers]) as loader:
+            loader.feedback([1, 7])  # which the state replaces
+            loader.load_state_dict(saved)
+            batches = iter(loader) if iterated and rest is not None else loader
+            loader.feedback([5, 1])
+            state = json.loads(json.dumps(loader.state_dict()))
+            found = [[batch.tolist() for batch in each] for each in ([] if rest is None else [batches])]
+            found += [[batch.tolist() for batch in loader]]
+        assert (found[0], shares(found[-1])) == (rest or found[0], Fraction(5, 6))
+        with loader_of(folder, names, **options) as loader:
+            loader.load_state_dict(state)
+            assert found == epochs_of(loader, len(found))
+
+
 @pytest.mark.parametrize(
     "feedback", [None, 3, [[1]], [["1", [1, 2]]], [[1, [1]]], [[1, [0, 0]]], [[1, [1, -1]]], [[1 << 64, [1, 1]]]]
 )
