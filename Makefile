@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote demo-service test test-all test-rare test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs targets clean
+.PHONY: help demo demo-remote demo-service test test-ci test-all test-rare test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs targets clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -40,6 +40,9 @@ PYTEST := $(BIN)/python -m tests --jobs $(JOBS)
 
 test: $(VENV)/.stamp-test ## run the tests, each with every value of its parameters
 	$(PYTEST) $(ARGS)
+
+test-ci: $(VENV)/.stamp-test ## run what must pass before a change lands: make test, and all that must detect a planted bug
+	$(PYTEST) --ci $(ARGS)
 
 test-all: $(VENV)/.stamp-test ## run them with every pair of values, each on both loops, with all that is drawn, and the thorough ones
 	$(PYTEST) --all $(ARGS)

@@ -31,7 +31,7 @@ RECORD = Path(__file__).with_suffix(".sha256")
 INPUTS = ("Makefile", "pyproject.toml", "constraints.txt")
 COLLECTED = ["JOBS=0", "ARGS=--collect-only -qq"]
 CUT_SHORT = {
-    **dict.fromkeys(("test", "test-all", "test-rare", "test-integrations", "test-clients"), COLLECTED),
+    **dict.fromkeys(("test", "test-ci", "test-all", "test-rare", "test-integrations", "test-clients"), COLLECTED),
     **dict.fromkeys(("test-browser", "test-ray", "test-dataloader2-reference"), COLLECTED),
     "chaos": ["SEEDS=1"],
     "bench": ["ARGS=--no-save --quick --rounds 1 --rows shuffle"],
