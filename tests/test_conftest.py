@@ -181,7 +181,12 @@ CHOSEN = """
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("option", "chosen", "loops"),
-    [("-q", 2 + 0 + 1 + 2 + 1 + 3, 1), ("--ci", 2 + 1 + 1 + 2 + 1 + 3, 1), ("--all", 8 + 6, 2), ("--combinations", 8 + 12, 2)],
+    [
+        ("-q", 2 + 0 + 1 + 2 + 1 + 3, 1),
+        ("--ci", 2 + 1 + 1 + 2 + 1 + 3, 1),
+        ("--all", 8 + 6, 2),
+        ("--combinations", 8 + 12, 2),
+    ],
 )
 def test_how_much_is_chosen(option: str, chosen: int, loops: int, tmp_path: Path) -> None:
     """Each value, each pair of values or every combination is chosen; both loops with `--all` only, thorough tests also
