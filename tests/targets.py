@@ -13,10 +13,12 @@ imported but the standard library: it runs where nothing is installed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -60,7 +62,7 @@ def made(names: list[str]) -> bool:
         copy_tree(ROOT, Path(folder))
         for name in names:
             began = time.monotonic()
-            ran = subprocess.run(
+            process = subprocess.Popen(
                 ["make", name, *CUT_SHORT.get(name, [])],
                 cwd=folder,
                 env=environment,
@@ -68,9 +70,14 @@ def made(names: list[str]) -> bool:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                check=False,
+                start_new_session=True,
             )
-            failed = "" if not ran.returncode else f": failed with {ran.returncode}\n{ran.stdout[-20_000:]}"
+            try:
+                said, _ = process.communicate()
+            finally:
+                with contextlib.suppress(ProcessLookupError):  # what is left of it after a signal to this process
+                    os.killpg(process.pid, signal.SIGKILL)
+            failed = f": failed with {process.returncode}\n{said[-20_000:]}" if process.returncode else ""
             print(f"{time.monotonic() - began:5.0f} s  make {name}{failed}", flush=True)
             if failed:
                 return False
@@ -91,6 +98,7 @@ def main(arguments: list[str]) -> int:
     chosen = sorted(stamps if everything else options.names, key=stamps.__getitem__)
     if shutil.which("make") is None:
         parser.error("make is not installed")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # folders are removed
     passed = [made(list(names)) for _, names in groupby(chosen, stamps.__getitem__)]
     if all(passed) and everything:
         RECORD.write_text(record())
