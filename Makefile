@@ -90,7 +90,8 @@ docs: $(VENV)/.stamp-docs ## build the pages into build/docs, and llms.txt with 
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "built build/docs/index.html"
 
-# Each in an empty environment of its own; the long ones are cut short. In all 10 GB are installed, and removed again.
+# Each in an empty environment of its own; the long ones are cut short. After it has passed, commit tests/targets.sha256:
+# CI makes all targets as long as these files have other digests.
 targets: ## make each target in a fresh copy, where only it has installed something
 	PYTHON=$(PYTHON) $(PYTHON) -m tests.targets $(ARGS)
 
