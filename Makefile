@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # switched off is setuptools' general advice about editable installs.
 INSTALL := PYTHONWARNINGS=ignore::UserWarning $(PIP) install --quiet -c constraints.txt --no-build-isolation
 
-.PHONY: help demo demo-remote demo-service test test-all test-rare test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs clean
+.PHONY: help demo demo-remote demo-service test test-ci test-all test-rare test-integrations test-clients test-browser test-ray test-dataloader2-reference chaos bench check format docs targets clean
 .DEFAULT_GOAL := help
 .NOTPARALLEL: # two pips in one environment would trip over each other
 
@@ -40,6 +40,9 @@ PYTEST := $(BIN)/python -m tests --jobs $(JOBS)
 
 test: $(VENV)/.stamp-test ## run the tests, each with every value of its parameters
 	$(PYTEST) $(ARGS)
+
+test-ci: $(VENV)/.stamp-test ## run what must pass before a change lands: make test, and all that must detect a planted bug
+	$(PYTEST) --ci $(ARGS)
 
 test-all: $(VENV)/.stamp-test ## run them with every pair of values, each on both loops, with all that is drawn, and the thorough ones
 	$(PYTEST) --all $(ARGS)
@@ -87,6 +90,11 @@ docs: $(VENV)/.stamp-docs ## build the pages into build/docs, and llms.txt with 
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 	@echo "built build/docs/index.html"
 
+# Each in an empty environment of its own; the long ones are cut short. After it has passed, commit tests/targets.sha256:
+# CI makes all targets as long as these files have other digests.
+targets: ## make each target in a fresh copy, where only it has installed something
+	PYTHON=$(PYTHON) $(PYTHON) -m tests.targets $(ARGS)
+
 clean: ## remove everything that make made
 	rm -rf $(VENV) $(REFERENCE_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
@@ -103,9 +111,10 @@ $(VENV)/.stamp-test-ray: EXTRAS := test-ray
 $(VENV)/.stamp-bench: EXTRAS := bench
 $(VENV)/.stamp-check: EXTRAS := lint,test,demo
 $(VENV)/.stamp-docs: EXTRAS := docs
-# LitData asks for torchvision and does not need it. Its wheel does not fit a CPU build of torch, and where it is
-# installed, other packages import it.
-$(VENV)/.stamp-test $(VENV)/.stamp-check: ALONE := litdata
+# What requires torchvision is installed alone: each torchvision requires one release of torch, and its wheel does not fit
+# a CPU build. LitData does not need it; timm does.
+$(VENV)/.stamp-test $(VENV)/.stamp-check $(VENV)/.stamp-bench: ALONE := litdata
+$(VENV)/.stamp-test-clients: ALONE := litdata timm torchvision
 
 $(VENV)/.stamp-%: $(VENV)/.stamp pyproject.toml constraints.txt
 	$(INSTALL) -e '.[$(EXTRAS)]'

@@ -271,6 +271,7 @@ def main(arguments: list[str]) -> int:
             import_module(name)
     for plugin in entry_points(group="pytest11"):
         plugin.load()
+    early_fork.exit_without_destructors()
     gc.collect()
     gc.freeze()  # a collection in a fork copies none of it
     groups = list(groups_of([Path(path) for path in paths or ["tests"]]))

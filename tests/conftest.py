@@ -18,6 +18,7 @@ import select
 import signal
 import sys
 import threading
+import tomllib
 import zlib
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from contextlib import nullcontext, suppress
@@ -78,6 +79,8 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add options for the number of tests, and settings of missing plugins, which pytest would refuse as unknown."""
     words = "every pair of parameters' values, all that is drawn, each test on both loops, and those marked thorough"
     parser.addoption("--all", action="store_true", help=words)
+    words = "each value, and thorough tests of files that must detect a planted bug: what `.ci/run` runs"
+    parser.addoption("--ci", action="store_true", help=words)
     parser.addoption("--combinations", action="store_true", help="every combination of parameters; implies --all")
     settings = {
         "asyncio": ["mode", "debug", "default_fixture_loop_scope", "default_test_loop_scope"],
@@ -120,16 +123,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     the other loop is in every pair; and spawned workers, each of which imports torch, in a test that is not marked
     `spawns` and also runs with other methods, because workers of a fork server start the same way from there on. No
     value of a test marked `independent` is in such a pair. Without `--all` those two values are left out, and
-    `thorough` tests.
+    `thorough` tests; with `--ci` the latter run in files that must detect a planted bug (mutants.toml).
 
-    A file that is named on the command line runs as with `--all`, and a test that is named runs in all combinations.
+    Without `--ci` a file that is named on the command line runs as with `--all`, and a test that is named runs in all
+    combinations.
     """
     if config.getoption("--combinations") or any("::" in argument for argument in config.args):
         return
-    whole = config.getoption("--all") or all(argument.endswith(".py") for argument in config.args)
+    ci = config.getoption("--ci")
+    whole = config.getoption("--all") or (not ci and all(argument.endswith(".py") for argument in config.args))
+    detecting = _detecting(config.rootpath) if ci else set[Path]()
     groups: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if whole or item.get_closest_marker("thorough") is None:
+        if whole or item.get_closest_marker("thorough") is None or item.path in detecting:
             groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
     kept: set[pytest.Item] = set()
     for name, group in groups.items():
@@ -148,6 +154,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept.update(list(rows.values())[number] for number in covering(list(rows), in_pairs=in_pairs, alone=alone))
     config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     items[:] = [item for item in items if item in kept]
+
+
+def _detecting(root: Path) -> set[Path]:
+    """Return the files of which a test must fail by a bug that `tests/mutants.py` plants."""
+    bugs = tomllib.loads((root / "tests" / "mutants.toml").read_text(encoding="utf-8")).values()
+    return {(root / "tests" / file).resolve() for bug in bugs for file in bug["tests"].split()}
 
 
 def _without(

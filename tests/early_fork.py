@@ -103,6 +103,18 @@ def begin() -> None:
         util.spawnv_passfds = _spawn
 
 
+def exit_without_destructors() -> None:
+    """Let this process, and its forks, exit without the C++ destructors of libraries that it has loaded.
+
+    Those of torch take half of a fork's exit, because they write to pages that it must copy first. Python's own end is
+    as always, C's streams are flushed, and what is loaded later is destroyed.
+    """
+    libc = ctypes.CDLL(None)
+    with suppress(AttributeError):  # glibc has these functions; they are called in reverse order
+        for function in (libc._exit, libc.fcloseall):
+            libc.on_exit(ctypes.cast(function, ctypes.c_void_p), None)  # `_exit` gets the status
+
+
 def waiting() -> tuple[set[int], set[int]]:
     """Return the pid of that child, and the descriptor of the connection to it; nothing without a child."""
     if _early is None or _early.owner != os.getpid():

@@ -1,4 +1,4 @@
-"""Plants bugs, one at a time, and runs the tests that should detect them: `python -m tests.mutants`.
+"""Plants bugs, one at a time, and runs the tests that should detect them, as CI does: `python -m tests.mutants`.
 
 The bugs are in `mutants.toml`. They are planted in a temporary copy of the tracked files. A bug that no test detects is
 a survivor: it shows a gap in the tests, and the exit code is 1. It is 2 where the list itself is wrong: a text that
@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BUGS = Path(__file__).with_suffix(".toml")
-PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n0", "--all")
+PYTEST = (sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-n0", "--ci")
 LIMIT_S = 900.0  # for the tests of a bug
 WHOLE_S = 7200.0  # for the whole suite
 

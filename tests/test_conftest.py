@@ -181,12 +181,19 @@ CHOSEN = """
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("option", "chosen", "loops"),
-    [("-q", 2 + 0 + 1 + 2 + 1 + 3, 1), ("--all", 8 + 6, 2), ("--combinations", 8 + 12, 2)],
+    [
+        ("-q", 2 + 0 + 1 + 2 + 1 + 3, 1),
+        ("--ci", 2 + 1 + 1 + 2 + 1 + 3, 1),
+        ("--all", 8 + 6, 2),
+        ("--combinations", 8 + 12, 2),
+    ],
 )
 def test_how_much_is_chosen(option: str, chosen: int, loops: int, tmp_path: Path) -> None:
-    """Each value, each pair of values or every combination is chosen; slow tests, and both loops, with `--all` only.
-    Tests that clean up pass.
+    """Each value, each pair of values or every combination is chosen; both loops with `--all` only, thorough tests also
+    with `--ci` where they must detect a planted bug. Tests that clean up pass.
     """
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "mutants.toml").write_text('["a bug"]\ntests = "../test_chosen.py"\n')
     files = {"chosen": CHOSEN, "clean": CLEAN}
     ran = run_pytest(tmp_path, files, option, "-W", "ignore::pytest.PytestUnknownMarkWarning")
     assert ran.returncode == pytest.ExitCode.OK, ran.stdout + ran.stderr

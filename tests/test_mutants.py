@@ -11,7 +11,7 @@ import pytest
 from tests.mutants import BUGS, Bug, ListError, check, read, run
 
 MODULE = "def double(n: int) -> int:\n    return n + n\n\n\ndef triple(n: int) -> int:\n    return 3 * n\n"
-CONFTEST = "def pytest_addoption(parser):\n    parser.addoption('--all', action='store_true')\n"
+CONFTEST = "def pytest_addoption(parser):\n    parser.addoption('--ci', action='store_true')\n"
 TEST = "from room.code import double\n\ndef test_double():\n    assert double(2) == 4 and double(3) == 6\n"
 
 

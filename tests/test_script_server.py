@@ -32,7 +32,7 @@ import torch
 print(torch.get_num_threads(), *warnings.filters, sep="\\n")
 """,
     "unflushed output": 'sys.stdout.write("no newline"); sys.stderr.write("no newline")',
-    "an exit code": "sys.exit(7)",
+    "an exit code, and C's output": 'import ctypes; ctypes.CDLL(None).printf(b"of C"); sys.exit(7)',
     "words at the end": 'sys.exit("words")',
     "exit hooks": 'import atexit; atexit.register(print, "hook"); print("end")',
     "a thread that outlives it": """

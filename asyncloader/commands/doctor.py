@@ -231,6 +231,7 @@ def _extras() -> Iterator[Finding]:
     if missing:
         text += f"; not installed: {', '.join(missing)}"
     advice = f"for one: pip install 'asyncloader[{missing[0]}]'" if missing else ""
+    advice += ", then pip install --no-deps litdata" if missing[:1] == ["litdata"] else ""
     yield Finding("extras", "note" if missing else "ok", text, advice, {"installed": there, "missing": missing})
 
 

@@ -35,9 +35,9 @@ class LitDataFolder(Dataset[Any]):
         data = LitDataFolder("optimized")
         sample = data[0]    # as litdata.StreamingDataset("optimized")[0]
 
-    It needs ``pip install 'asyncloader[litdata]'``. When the dataset is made, the index is checked, and that all chunks
-    exist. A sample's tensors, arrays and bytes are its own: no map of a file lies under them. The samples of a batch
-    are read in the order of the files.
+    It needs ``pip install 'asyncloader[litdata]'``, then ``pip install --no-deps litdata``. When the dataset is made,
+    the index is checked, and that all chunks exist. A sample's tensors, arrays and bytes are its own: no map of a file
+    lies under them. The samples of a batch are read in the order of the files.
 
     LitData unpickles values that it has no type for (``pickle`` and ``graph`` in the index): read only folders that
     you trust. A folder whose chunks are encrypted, or compressed as whole files, is refused.
@@ -63,7 +63,8 @@ class LitDataFolder(Dataset[Any]):
     ) -> None:
         if find_spec("litdata") is None:
             raise ImportError(
-                "LitDataFolder reads by litdata, which is not installed: pip install 'asyncloader[litdata]'"
+                "LitDataFolder reads by litdata, which is not installed: pip install 'asyncloader[litdata]', then "
+                "pip install --no-deps litdata"
             )
         self.block_size = None if block_size is None else operator.index(block_size)
         if self.block_size is not None and self.block_size < 1:

@@ -233,6 +233,7 @@ def test_table_says_what_a_fixed_order_costs() -> None:
     assert last == f"`{ELASTIC}`: 0.93 (0.90 to 0.95) of `{FACADE}`."
 
 
+@pytest.mark.thorough
 def test_reference_has_every_sample(tmp_path: Path) -> None:
     """The reference's checksum depends on each file, and that of any order on no order."""
     batches = INPUTS["images"].make(tmp_path, 32)

@@ -65,6 +65,13 @@ def test_every_extra_is_looked_for() -> None:
     assert set(doctor._EXTRAS) == declared - tools
 
 
+def test_litdata_is_installed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where LitData alone is missing, the advice has the second command, which the extra cannot have."""
+    monkeypatch.setattr(doctor, "_is_there", lambda module: module != "litdata")
+    (finding,) = doctor._extras()
+    assert finding.advice == "for one: pip install 'asyncloader[litdata]', then pip install --no-deps litdata"
+
+
 def test_too_few_open_files() -> None:
     """Is a problem, and its advice, which is followed here, mends it."""
     program = "from asyncloader.commands import doctor, findings; print(*map(findings.as_lines, doctor._open_files()))"

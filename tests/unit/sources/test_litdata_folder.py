@@ -122,7 +122,7 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ShardError, match="compressed as whole files"):
         LitDataFolder(folder)
     monkeypatch.setattr("asyncloader.sources.litdata_folder.find_spec", lambda _: None)
-    with pytest.raises(ImportError, match=r"pip install 'asyncloader\[litdata\]'"):
+    with pytest.raises(ImportError, match=r"'asyncloader\[litdata\]', then pip install --no-deps litdata"):
         LitDataFolder(folder)
 
 
