@@ -92,8 +92,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
     Args:
         urls: one or several of: the URL of a shard, or a local path; a brace pattern
             (``"s3://bucket/train-{000..127}.tar"``); a pattern with ``*`` or ``**/``, or a prefix, ending with ``/``,
-            whose shards are listed; a folder or an ``index.json`` of an MDS dataset. Without a `transport`, the schemes
-            are those of `open_transport`.
+            whose shards are listed, without those in folders below it that begin with ``.`` or ``_``; a folder or an
+            ``index.json`` of an MDS dataset. Without a `transport`, the schemes are those of `open_transport`.
         format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
             that makes a `ShardReader` of a URL and a `ShardRange`. None: by the extension.
         shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``); 0: no
