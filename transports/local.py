@@ -363,6 +363,11 @@ class PinnedFile(PinnedReader):
         self._status = first = self._status or status
         return not _differs(first, status)
 
+    @property
+    def version(self) -> str:
+        """The version that is read here, also of a file that is too new for an ETag; empty before the first read."""
+        return "" if self._status is None else _version(self._status)
+
     def may_be(self, etag: str | None) -> bool:
         """Compare without the inode number, which may change: see `_differs`."""
         first = self._status

@@ -398,12 +398,35 @@ def test_a_shard_that_changes(tars: Path, tmp_path: Path, cached: bool) -> None:
     run_async(run())
 
 
+@pytest.mark.parametrize("format", ["jsonl.zst", "parquet"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_shard_that_changes_once_it_is_decoded(format: str, tmp_path: Path, cached: bool) -> None:
+    """What was decoded of the old version is not read in the next epoch."""
+    write(tmp_path, format)
+
+    async def run() -> None:
+        async with serving_http() as store:
+            urls = put_all(store, tmp_path)
+            dataset = RemoteMapDataset(urls, **({"cache_dir": tmp_path / "cache"} if cached else {}))
+            await dataset[SIZES[0] + 3]
+            await dataset[SIZES[0] + 3]
+            store.put(f"s1.{format}", store.objects[f"s2.{format}"].data)
+            with pytest.raises(ReadFailed, match="changed while it was read"):
+                await dataset[SIZES[0] + 3]
+            await dataset[0]
+
+    run_async(run())
+
+
 @pytest.mark.parametrize("format", ["tar", "jsonl", "tfrecord", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("epochs", [0, 1])
 def test_a_file_that_was_replaced(
-    format: str, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    format: str, in_memory: bool, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the index and the first read, by one of the same size: it is an error, and not another sample."""
+    """Between the index and the first read, or after an epoch, by one of the same size: it is an error, and not
+    another sample, nor one that was decoded before.
+    """
     write(tmp_path, format)
     paths = sorted(tmp_path.glob(f"s*.{format}"))
     for number, path in enumerate(paths):
@@ -414,6 +437,8 @@ def test_a_file_that_was_replaced(
     async def run() -> None:
         dataset = RemoteMapDataset([str(path) for path in paths])
         await dataset.prepare()
+        for _ in range(epochs):
+            await dataset[SIZES[0] + 1]
         shutil.copy(paths[1], tmp_path / "new")
         (tmp_path / "new").replace(paths[1])
         async with dataset:
