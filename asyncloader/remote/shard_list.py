@@ -89,12 +89,16 @@ def list_in_words(names: Sequence[str]) -> str:
     In an object store whole URLs count, and elsewhere the files' names: a rank may read a copy, or mount the folder at
     another place. Of a long list every n-th name counts, so that it takes no time.
     """
-    some = (*names[:: 1 + len(names) // _COMPARED], *names[-1:])
-    files = [name if name.partition("://")[0].lower() in _ANYWHERE else name.rpartition("/")[2] for name in some]
+    files = file_names((*names[:: 1 + len(names) // _COMPARED], *names[-1:]))
     if not files:
         return "no shards"
     digest = hashlib.blake2b("\n".join(files).encode(errors="surrogatepass"), digest_size=4).hexdigest()
     return f"{len(names):,} shards from {files[0]!r:.160} to {files[-1]!r:.160} (digest {digest})"
+
+
+def file_names(names: Sequence[str]) -> list[str]:
+    """Return the names of shards on every host: whole URLs in an object store, and elsewhere the files' names."""
+    return [name if name.partition("://")[0].lower() in _ANYWHERE else name.rpartition("/")[2] for name in names]
 
 
 def _column(values: Any, length: int | None) -> list[Any]:

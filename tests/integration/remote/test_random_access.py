@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.utils.data import ConcatDataset, Subset
 
-from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, RemoteMapDataset
+from asyncloader import AsyncDataLoader, DataLoader, Mixture, RemoteIterableDataset, RemoteMapDataset, StateError
 from asyncloader.errors import NoEffectWarning, ShardError
 from asyncloader.remote.random_access.shard_reader import THREADS
 from asyncloader.transports import ObjectNotFound, ReadFailed
@@ -159,6 +162,67 @@ def test_resumed(folder: Path, expected: list[list[Any]]) -> None:
     with DataLoader[Any](RemoteMapDataset(f"{folder}/"), **OPTIONS, num_workers=2, workers="threads") as loader:
         loader.load_state_dict(json.loads(state))
         assert_same([list(loader), list(loader)], [expected[0][5:], expected[1]])
+
+
+VIEWS: dict[str, Callable[[RemoteMapDataset], Any]] = {
+    "the dataset": lambda dataset: dataset,
+    "a subset": lambda dataset: Subset(dataset, range(20)),
+    "joined": lambda dataset: ConcatDataset([[{"n": -1}] * 3, dataset]),
+    "mixed": lambda dataset: Mixture([[{"n": -1}] * 3, dataset], [1, 9]),
+}
+
+
+def of_an_earlier_version(state: dict[str, Any]) -> dict[str, Any]:
+    """The state without digests of map datasets."""
+    state = copy.deepcopy(state)
+    del state["data_digest"]
+    sources = (state["sampler"] or {"sampler": None})["sampler"]
+    for source in sources["sources"] if isinstance(sources, dict) and "sources" in sources else ():
+        source.pop("shards", None)
+    return state
+
+
+@pytest.mark.parametrize(("view", "seed"), [*((view, 1) for view in VIEWS), ("the dataset", None), ("joined", None)])
+def test_resumed_over_other_data(view: str, seed: int | None, tmp_path: Path) -> None:
+    """Is refused within an epoch. The folder may have moved; a state of an earlier version, or of an epoch's end, fits
+    as it did.
+    """
+
+    def loader(folder: Path) -> DataLoader[Any]:
+        data = VIEWS[view](RemoteMapDataset(f"{folder}/"))
+        return DataLoader(data, batch_size=4, seed=seed, collate_fn=list)
+
+    (tmp_path / "here").mkdir()
+    write(tmp_path / "here", "jsonl")
+
+    def numbers(batches: Iterable[Any]) -> list[list[int]]:
+        return [[sample["n"] for sample in batch] for batch in batches]
+
+    with loader(tmp_path / "here") as saving:
+        batches = iter(saving)
+        for _ in range(2):
+            next(batches)
+        state = saving.state_dict()
+        rest = list(batches)
+        end = saving.state_dict()
+    assert json.loads(json.dumps(state)) == state
+    (tmp_path / "here").rename(tmp_path / "there")
+    shard = tmp_path / "there" / "s0.jsonl"
+    for change in ("none", "another size"):
+        if change != "none":
+            shard.write_bytes(shard.read_bytes().replace(b": ", b":  "))  # the same samples
+        for given in (state, of_an_earlier_version(state)):
+            refused = change != "none" and given is state
+            with (
+                loader(tmp_path / "there") as resuming,
+                pytest.raises(StateError, match=r"of other (data|shards)") if refused else nullcontext(),
+            ):
+                resuming.load_state_dict(given)
+                assert numbers(resuming) == numbers(rest)
+        if view != "mixed":  # whose order goes on
+            with loader(tmp_path / "there") as resuming:
+                resuming.load_state_dict(end)
+                assert list(resuming)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
