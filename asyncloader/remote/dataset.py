@@ -27,6 +27,7 @@ from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.dataset_warnings import log_left_out, warn_without_effect
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
+from asyncloader.remote.index_counts import with_recorded_sizes
 from asyncloader.remote.parquet_sharing import SharedParquet
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange
@@ -448,7 +449,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         if self._listed is None:
             custom = callable(self.format) and not isinstance(self.format, ShardFormat)
             find = find_shards if alone else self._listing.find
-            self._listed = await find(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+            found = await find(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+            self._listed = await with_recorded_sizes(found, stores)
         return self._counted_shards or self._listed
 
     async def _with_known_sizes(self, parts: int, ranks: int) -> Sequence[Shard]:

@@ -224,7 +224,7 @@ async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[S
             rest = path[len(prefix) :]
             if name.fullmatch(rest) and not _is_left_out(rest, pattern, wanted):
                 shard = _single(join_url(folder + query, rest), wanted)
-                found.append(shard._replace(size=transport.listed_size(path)))
+                found.append(shard._replace(size=(size := transport.listed_size(path)), stated=size))
             else:
                 others += 1
             if len(found) > MOST:
@@ -328,9 +328,9 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None, plain:
             size = transport.listed_size(path)
             # A plain path is not escaped.
             if (shard := _plain(rest, address + rest + query, wanted, plain)) is not None:
-                found.append(shard._replace(size=size))
+                found.append(shard._replace(size=size, stated=size))
             elif wanted is not None or _is_known(rest):
-                found.append(_single(join_url(folder, rest), wanted)._replace(size=size))
+                found.append(_single(join_url(folder, rest), wanted)._replace(size=size, stated=size))
             else:
                 others += 1
             if len(found) > MOST:

@@ -169,7 +169,7 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
         shard that is indexed is not read again.
 
         Raises:
-            ShardError: an index beside a shard does not fit it.
+            ShardError: an index beside a shard does not fit it; or a shard has another size than its listing says.
             TransportError: the store cannot be read, for a reason that may pass.
             RanksDisagree: the rank that lists the shards for all could not.
             ImportError: a format needs a package that is not installed.
