@@ -264,7 +264,7 @@ def _keep_error(index: Any, error: Exception) -> MissingSample:
     add_note(error, f"raised by the sample at index {index_text(index)}")
     if (worker := get_worker_info()) is None:
         return MissingSample(error)
-    return MissingSample(ExceptionWrapper((type(error), error, error.__traceback__), f"in worker process {worker.id}"))  # type: ignore[no-untyped-call]
+    return MissingSample(ExceptionWrapper((type(error), error, error.__traceback__), f"in worker process {worker.id}"))
 
 
 class _Collate:
