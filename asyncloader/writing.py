@@ -13,7 +13,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
+from torch._utils import ExceptionWrapper
+from torch.utils.data import IterableDataset, get_worker_info
 
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import in_thread, run_in_thread
@@ -25,11 +26,14 @@ from asyncloader.formats.parquet_writer import ParquetEncoder
 from asyncloader.formats.tar_writer import TarEncoder
 from asyncloader.formats.tfrecord_writer import TFRecordEncoder
 from asyncloader.remote.sample_source import Samples, SampleSource
+from asyncloader.remote.shard_cutting import ShardCutter
 from asyncloader.remote.shard_index import ShardNames
 from asyncloader.remote.shard_writing import ShardWriter, WrittenShard
 from asyncloader.remote.stores import Stores
 from asyncloader.sizes import Size, size
 from asyncloader.transports import Transport
+from asyncloader.workers.fetch.error_notes import add_note, index_text
+from asyncloader.workers.fetch.sample_errors import MissingSample
 
 TASK_BYTES = 1 << 20
 """Encoded bytes that a worker's task should have, by the samples so far."""
@@ -134,8 +138,8 @@ async def write_shards(
             overwrite=overwrite,
         )
         try:
-            start = await writer.open(skip=is_map)
-            return await writer.write(source.batches(encoder, start.sample), start)
+            cutter = await writer.open(skip=is_map)
+            return await writer.write(source.batches(encoder, cutter), cutter)
         finally:
             await writer.aclose()
     finally:
@@ -205,35 +209,43 @@ class _MapSource:
             return await self._dataset[0]
         return await in_thread(partial(self._dataset.__getitem__, 0))
 
-    async def batches(self, encoder: ShardEncoder, first: int) -> AsyncGenerator[EncodedSamples, None]:
-        """Encode the samples from number `first` on."""
-        tasks = _Tasks(first, self.length)
+    async def batches(self, encoder: ShardEncoder, cutter: ShardCutter) -> AsyncGenerator[EncodedSamples, None]:
+        """Encode the samples that `cutter` does not have. Raises the dataset's error, after the samples before it."""
+        tasks = _Tasks(cutter, self.length)
         loader: AsyncDataLoader[Any] = AsyncDataLoader(
             cast("Any", self._dataset),
             batch_sampler=tasks,
             collate_fn=_Collate(encoder),
             num_workers=self._workers,
             multiprocessing_context=self._context if self._workers else None,
+            on_error=_keep_error,
         )
         async with loader, aclosing(cast("Any", aiter(loader))) as batches:
-            async for data, sizes, keys, failure in batches:
+            async for data, sizes, keys, failure, error in batches:
                 tasks.learn(data.nbytes, len(sizes))
                 found = None if failure is None else EncodingFailure(*failure)
                 yield EncodedSamples([data.numpy().data], sizes.numpy(), keys, found)
+                if isinstance(error, ExceptionWrapper):
+                    error.reraise()
+                if error is not None:
+                    raise error
 
     async def aclose(self) -> None:
         """Do nothing: `batches` closes the loader."""
 
 
 class _Tasks:
-    """A batch sampler whose batches have about `TASK_BYTES`, by the samples so far.
+    """A batch sampler whose batches end with a shard, and have about `TASK_BYTES`, or those of a shard, by the samples
+    so far.
 
     So tasks of small samples are worth their overhead, and those of large samples take little memory.
     """
 
-    def __init__(self, first: int, stop: int) -> None:
-        self._next = first
+    def __init__(self, cutter: ShardCutter, stop: int) -> None:
+        self._cutter = cutter
+        self._next = cutter.samples
         self._stop = stop
+        self._most_bytes = min(TASK_BYTES, cutter.room)
         self._bytes = self._samples = 0
 
     def learn(self, nbytes: int, samples: int) -> None:
@@ -242,24 +254,33 @@ class _Tasks:
 
     def __iter__(self) -> Iterator[list[int]]:
         while self._next < self._stop:
-            number = min(MOST_PER_TASK, max(1, TASK_BYTES * self._samples // max(self._bytes, 1)))
+            number = min(MOST_PER_TASK, max(1, self._most_bytes * self._samples // max(self._bytes, 1)))
             begin = self._next
-            self._next = min(begin + number, self._stop)
+            self._next = min(begin + self._cutter.task(begin, number), self._stop)
             yield list(range(begin, self._next))
 
 
+def _keep_error(index: Any, error: Exception) -> MissingSample:
+    add_note(error, f"raised by the sample at index {index_text(index)}")
+    if (worker := get_worker_info()) is None:
+        return MissingSample(error)
+    return MissingSample(ExceptionWrapper((type(error), error, error.__traceback__), f"in worker process {worker.id}"))
+
+
 class _Collate:
-    """Encodes the samples of a task. Tensors reach the main process through the workers' rings."""
+    """Encodes the samples of a task, up to the first that is missing. Tensors reach the main process through the
+    workers' rings.
+    """
 
     def __init__(self, encoder: ShardEncoder) -> None:
         self._encoder = encoder
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    def __call__(self, samples: Sequence[Any]) -> tuple[Any, ...]:
+        error = None
+        for at, sample in enumerate(samples):
+            if type(sample) is MissingSample:
+                samples, error = samples[:at], sample.error
+                break
         data, sizes, keys, failure = self._encoder.encode(samples)
-        joined = np.empty(sum(piece.nbytes for piece in data), np.uint8)
-        at = 0
-        for piece in data:
-            part = np.frombuffer(piece, np.uint8)
-            joined[at : at + len(part)] = part
-            at += len(part)
-        return torch.from_numpy(joined), torch.from_numpy(sizes), keys, failure and tuple(failure)
+        joined = np.concatenate([np.empty(0, np.uint8), *(np.frombuffer(piece, np.uint8) for piece in data)])
+        return torch.from_numpy(joined), torch.from_numpy(sizes), keys, failure and tuple(failure), error

@@ -298,6 +298,11 @@ class PinnedReader:
         """The version of the bytes, as in `ObjectInfo.etag`; None if it is not known, or proves nothing."""
         return None if self._first is None else self._first.etag
 
+    @property
+    def size(self) -> int | None:
+        """Bytes of the object whose bytes were read; None if it is not known."""
+        return None if self._first is None else self._first.size
+
     def may_be(self, etag: str | None) -> bool:
         """Return whether the version that was read may be this one, an `ObjectInfo.etag`."""
         return etag is None or self.etag in (None, etag)

@@ -80,6 +80,11 @@ class CachedObject(PinnedReader):
         """The version of the bytes, like `PinnedReader.etag`."""
         return self._source.etag if self._version is None else self._version.etag
 
+    @property
+    def size(self) -> int | None:
+        """Bytes of the object, like `PinnedReader.size`."""
+        return self._source.size if self._version is None else self._version.size
+
     async def replaced(self) -> bool:
         """Return whether the store now has another version than the version that is read here."""
         return await self._ask() not in {None, self._version}

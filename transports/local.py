@@ -363,6 +363,16 @@ class PinnedFile(PinnedReader):
         self._status = first = self._status or status
         return not _differs(first, status)
 
+    @property
+    def version(self) -> str:
+        """The version that is read here, also of a file that is too new for an ETag; empty before the first read."""
+        return "" if self._status is None else _version(self._status)
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the file, like `PinnedReader.size`."""
+        return None if self._status is None else self._status.st_size
+
     def may_be(self, etag: str | None) -> bool:
         """Compare without the inode number, which may change: see `_differs`."""
         first = self._status

@@ -76,6 +76,16 @@ class MemoryFile:
         files.drop(self._name)
         return [None] * len(ranges)
 
+    def is_current(self, files: OpenFiles) -> bool:
+        """Return whether the file is of the version that is wanted, as its status says; False also if it is not known
+        without a wait: the pinned reader says more. `files` keeps the file open.
+        """
+        file = self._open(files)
+        if file is None or self._is_unchanged(file):
+            return file is not None
+        files.drop(self._name)
+        return False
+
     def _open(self, files: OpenFiles) -> OpenFile | None:
         file = files.find(self._name)
         if file is None:

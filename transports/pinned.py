@@ -30,6 +30,12 @@ class PinnedObject(PinnedReader):
         name: str | None = None if self._read is None else self._read.name
         return name
 
+    @property
+    def size(self) -> int | None:
+        """Bytes of the object, like `PinnedReader.size`."""
+        size: int | None = None if self._read is None else self._read.size
+        return size
+
     async def _info(self) -> ObjectInfo:
         version = await self._network.version(self.path)
         self._stated = first = self._stated or version

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncloader.commands.findings import Finding, in_bytes
+from asyncloader.commands.tar_inspection import open_inspector
 from asyncloader.errors import is_about_sample
-from asyncloader.formats import ShardError
+from asyncloader.formats import ShardError, ShardRange, ShardReader
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import expand_urls, find_shards, split_url
 from asyncloader.remote.index_counts import Promise, read_records
@@ -81,8 +82,12 @@ async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
         else:
             more += 1
 
+    def look_closely(url: str, _: ShardRange) -> ShardReader:
+        return open_inspector(url, shard.format, note)
+
+    reader = look_closely if shard.format.name == "tar" else None
     try:
-        async with aclosing(read_shard_range(stores, shard, CatalogRange(0), on_bad=note)) as batches:
+        async with aclosing(read_shard_range(stores, shard, CatalogRange(0), on_bad=note, reader=reader)) as batches:
             async for batch in batches:
                 samples += len(batch)
                 await asyncio.sleep(0)
@@ -90,11 +95,16 @@ async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
         if not is_about_sample(error):  # such as a missing package
             raise
         note(error)
-    expected = shard.samples if promise is None else promise.samples
+    expected, stated, size = shard.samples, None, shard.size
+    if promise is not None:
+        expected, stated = promise.samples, promise.size
+    elif not errors and shard.mds is not None:  # whose size is the index's
+        stated = size
+        size = (await with_sizes([shard._replace(size=None)], stores))[0].size
     if not errors and expected not in (None, samples):
         note(ShardError(f"it has {samples} samples, but its index says {expected}"))
-    if not errors and promise is not None and shard.size not in (None, promise.size):
-        note(ShardError(f"it has {shard.size:,} bytes, but its index says {promise.size:,}"))
+    if not errors and stated is not None and size not in (None, stated):
+        note(ShardError(f"it has {size:,} bytes, but its index says {stated:,}"))
     return _Read(samples, errors, more)
 
 

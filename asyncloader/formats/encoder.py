@@ -9,8 +9,10 @@ a shard depend on its samples alone: not on how they were grouped for `encode`, 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -216,6 +218,52 @@ def check_fields(sample: Mapping[str, Any], columns: Mapping[str, Any]) -> None:
             f"its field {extra[0]!r} is no column; the columns, those of the first sample unless columns= "
             f"names them, are {', '.join(map(repr, columns))}"
         )
+
+
+def dump_json(value: Any, **options: Any) -> str:
+    """Return what `json.dumps` does.
+
+    Raises:
+        TypeError, ValueError, RecursionError: the value cannot be JSON; also if two keys of a dictionary, such as 1 and
+            "1", are the same in JSON, which would keep one of their values.
+    """
+    text = json.dumps(value, **options)
+    _check_keys(value)
+    return text
+
+
+def _check_keys(value: Any) -> None:
+    if isinstance(value, dict):
+        fields: dict[Any, Any] = value
+        if not all(isinstance(key, str) for key in fields):
+            seen: dict[str, Any] = {}
+            for key in fields:
+                name = key if isinstance(key, str) else json.dumps(key)
+                if name in seen:
+                    raise ValueError(f"its keys {seen[name]!r} and {key!r} are the same in JSON")
+                seen[name] = key
+        value = list(fields.values())
+    for item in value if isinstance(value, list | tuple) else ():
+        if isinstance(item, dict | list | tuple):
+            _check_keys(item)
+
+
+def to_floats(values: Sequence[Any] | npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return numbers as floats of a type, to which floats are rounded.
+
+    Raises:
+        ValueError, OverflowError: a finite number would be infinite, or an integer another one.
+    """
+    with np.errstate(over="ignore"):
+        wide = np.array(values, np.float64)
+        found = wide.astype(dtype)
+    if (np.isinf(found) & ~np.isinf(wide)).any():
+        raise ValueError(f"{values[int(np.isinf(found).argmax())]} is too large")
+    of_floats = isinstance(values, np.ndarray) and values.dtype.kind == "f"
+    for value, stored in () if of_floats else zip(values, found.tolist(), strict=True):
+        if isinstance(value, Integral) and int(stored) != int(value):
+            raise ValueError(f"{value} has more digits than they hold, and would become {int(stored)}")
+    return found
 
 
 def bytes_of_value(field: str, value: Any) -> bytes:

@@ -11,17 +11,19 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder
+from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, dump_json
 
 
 class JsonlEncoder(RecordEncoder):
-    """Encodes each sample as a line: what `json.dumps` takes, without NaN and infinity, which are no JSON."""
+    """Encodes each sample as a line: what `json.dumps` takes, without NaN and infinity, which are no JSON, and without
+    keys that are the same in JSON.
+    """
 
     def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return a sample's line, like `RecordEncoder.encode_sample`."""
         fields = {name: value for name, value in sample.items() if name not in RESERVED}
         try:
-            text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            text = dump_json(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         except (TypeError, ValueError, RecursionError) as error:
             field = next((name for name, value in fields.items() if not _is_json(value)), None)
             which = "it" if field is None else f"its field {field!r}"
@@ -34,7 +36,7 @@ class JsonlEncoder(RecordEncoder):
 
 def _is_json(value: Any) -> bool:
     try:
-        json.dumps(value, allow_nan=False)
+        dump_json(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
         return False
     return True

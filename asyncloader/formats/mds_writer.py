@@ -18,7 +18,15 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from typing_extensions import Buffer
 
-from asyncloader.formats.encoder import BadSample, Part, RecordEncoder, bytes_of_value, check_fields
+from asyncloader.formats.encoder import (
+    BadSample,
+    Part,
+    RecordEncoder,
+    bytes_of_value,
+    check_fields,
+    dump_json,
+    to_floats,
+)
 from asyncloader.formats.mds import DTYPE_OF_CODE, RAW, RESERVED, SCALARS, UINT32, Column, mds_encoding
 
 Encode: TypeAlias = Callable[[str, Any], bytes | memoryview]
@@ -213,10 +221,9 @@ def _scalar(field: str, value: Any, dtype: np.dtype[Any]) -> bytes:
     little = dtype.newbyteorder("<")
     try:
         if dtype.kind == "f":
-            if not isinstance(value, int | float | np.number):
+            if not isinstance(value, int | float | np.integer | np.floating):
                 raise TypeError("not a number")
-            with np.errstate(over="ignore"):
-                return np.array(value).astype(little).tobytes()
+            return to_floats([value], little).tobytes()
         number = operator.index(value)
         limits = np.iinfo(dtype)
         if isinstance(value, bool) or not limits.min <= number <= limits.max:
@@ -260,7 +267,7 @@ def _text(field: str, value: Any) -> bytes:
 
 def _json(field: str, value: Any) -> bytes:
     try:
-        return json.dumps(value).encode()
+        return dump_json(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise BadSample(f"its field {field!r} cannot be JSON: {error}") from None
 

@@ -25,6 +25,7 @@ from asyncloader.formats.encoder import (
     Part,
     ShardEncoder,
     check_fields,
+    to_floats,
 )
 
 GROUP_BYTES = 16 << 20
@@ -188,7 +189,7 @@ def column_of(field: Any, values: list[Any]) -> Any:
     try:
         if isinstance(kind, arrow.BaseExtensionType):
             shape = tuple(kind.shape) if isinstance(kind, arrow.FixedShapeTensorType) else None
-            storage = arrow.array([_flat(value, shape) for value in values], kind.storage_type)
+            storage = _array([_flat(value, shape) for value in values], kind.storage_type)
             return arrow.ExtensionArray.from_storage(kind, storage)
         return _array([_flat(value, None) for value in values], kind)
     except (arrow.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -207,7 +208,28 @@ def _array(values: list[Any], kind: Any) -> Any:
     found = arrow.array(values)
     if not _fits(found.type, kind):
         raise ValueError(f"its type is {found.type}")
+    if "float" in str(kind) and found.type != kind:
+        _check_floats(values, kind)
     return found.cast(kind)
+
+
+def _check_floats(values: Sequence[Any], kind: Any) -> None:
+    """Refuse numbers that floats of 16 or 32 bits, at any depth of this type, would make infinite or other integers.
+
+    Raises:
+        Exception: one is among the values.
+    """
+    types = pyarrow()[0].types
+    if isinstance(values, list):
+        values = [value for value in values if value is not None]
+    if types.is_floating(kind):
+        to_floats(values, f"<f{kind.bit_width // 8}")
+    elif types.is_struct(kind):
+        for field in kind:
+            _check_floats([value.get(field.name) for value in values], field.type)
+    elif _family(kind) == "list":
+        for value in values:
+            _check_floats(value, kind.value_type)
 
 
 def _family(kind: Any) -> str | None:

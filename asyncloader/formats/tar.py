@@ -84,6 +84,7 @@ class TarReader(PushReader):
             begin, first, path, pax_size = first, None, None, None
             # No data follows, whatever size the header states.
             if kind in DATALESS:
+                self._pass_over(name, kind, begin)
                 continue
             split = split_name(name) if kind in FILES else None
             if split is None:
@@ -108,6 +109,9 @@ class TarReader(PushReader):
             self._sample[field] = yield size
             if size % BLOCK:
                 yield -(-size % BLOCK)
+
+    def _pass_over(self, name: str, kind: bytes, offset: int) -> None:
+        """Called with each member without data, whose first header is at `offset`. Does nothing."""
 
     def _flush(self, resume: int) -> None:
         if self._sample is not None:

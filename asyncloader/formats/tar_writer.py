@@ -8,13 +8,12 @@ Format: ustar (POSIX.1-2017 `pax`), with a pax header where a name or a size doe
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from typing_extensions import Buffer
 
-from asyncloader.formats.encoder import RESERVED, BadSample, Part, RecordEncoder, bytes_of_value
+from asyncloader.formats.encoder import RESERVED, BadSample, Part, RecordEncoder, bytes_of_value, dump_json
 from asyncloader.formats.tar import BLOCK, is_meta
 
 END = bytes(2 * BLOCK)
@@ -105,7 +104,7 @@ def encode_value(field: str, value: Any) -> bytes:
             raise BadSample(f"its field {field!r} is a text that UTF-8 cannot hold: {error}") from None
     if field.rpartition(".")[2] == "json" and not isinstance(value, bytes | bytearray | memoryview):
         try:
-            return json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            return dump_json(value, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise BadSample(f"its field {field!r} cannot be JSON: {error}") from None
     return bytes_of_value(field, value)

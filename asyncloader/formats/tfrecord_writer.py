@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, bytes_of_value, check_names
+from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, bytes_of_value, check_names, to_floats
 from asyncloader.formats.tfrecord import fast_crc32c, mask_crc
 
 
@@ -95,8 +95,10 @@ def encode_feature(name: str, value: Any) -> bytes:
             raise BadSample(f"its field {name!r} has an integer of more than 64 bits")
         return message(3, message(1, b"".join(varint(each & (1 << 64) - 1) for each in numbers)) if numbers else b"")
     if all(isinstance(each, Real) for each in items):
-        with np.errstate(over="ignore"):
-            return message(2, message(1, np.array(items, np.float64).astype("<f4").tobytes()))
+        try:
+            return message(2, message(1, to_floats(items, "<f4").tobytes()))
+        except (ValueError, OverflowError) as error:
+            raise BadSample(f"its field {name!r} does not fit floats of 32 bits: {error}") from None
     raise BadSample(f"its field {name!r} is a {type(value).__name__} that is neither bytes, text, integers nor floats")
 
 

@@ -46,6 +46,8 @@ class Shard(NamedTuple):
         mds: the shard's entry in an MDS index.
         edges: offsets (MDS) or rows (Parquet) at which it can be cut, ascending, including its beginning and end. None:
             unknown, or not needed (JSON lines are cut by size), or the shard cannot be cut.
+        stated: bytes that a listing says the object has, or had when `write_shards` wrote its index; an object of
+            another size, or that has fewer, is an error when it is read. None: neither says.
     """
 
     url: str
@@ -54,6 +56,7 @@ class Shard(NamedTuple):
     samples: int | None = None
     mds: MdsShard | None = None
     edges: tuple[int, ...] | None = None
+    stated: int | None = None
 
 
 class PlainShards(Sequence[Shard]):

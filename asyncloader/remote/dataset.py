@@ -27,6 +27,7 @@ from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
 from asyncloader.remote.dataset_warnings import log_left_out, warn_without_effect
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
+from asyncloader.remote.index_counts import with_recorded_sizes
 from asyncloader.remote.parquet_sharing import SharedParquet
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange
@@ -92,8 +93,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
     Args:
         urls: one or several of: the URL of a shard, or a local path; a brace pattern
             (``"s3://bucket/train-{000..127}.tar"``); a pattern with ``*`` or ``**/``, or a prefix, ending with ``/``,
-            whose shards are listed; a folder or an ``index.json`` of an MDS dataset. Without a `transport`, the schemes
-            are those of `open_transport`.
+            whose shards are listed, without those in folders below it that begin with ``.`` or ``_``; a folder or an
+            ``index.json`` of an MDS dataset. Without a `transport`, the schemes are those of `open_transport`.
         format: of all shards, as an extension without its dot (``"tar"``, ``"jsonl.gz"``, ``"parquet"``); or a function
             that makes a `ShardReader` of a URL and a `ShardRange`. None: by the extension.
         shuffle_buffer: samples that are shuffled together in each worker (see ``asyncloader/remote/shuffle.py``); 0: no
@@ -448,7 +449,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         if self._listed is None:
             custom = callable(self.format) and not isinstance(self.format, ShardFormat)
             find = find_shards if alone else self._listing.find
-            self._listed = await find(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+            found = await find(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+            self._listed = await with_recorded_sizes(found, stores)
         return self._counted_shards or self._listed
 
     async def _with_known_sizes(self, parts: int, ranks: int) -> Sequence[Shard]:

@@ -36,6 +36,9 @@ INDEX = "index.json"
 
 _ESCAPED = frozenset({"http", "https"})
 
+_HIDDEN = frozenset("._")
+"""First characters of the folders below a prefix that are passed over."""
+
 _RANGE = re.compile(r"(?<!\\)\{[^{},\\]*\.\.[^{},\\]*\}")
 """Braces that are meant as a range. If they are not a valid range, bash and `expand` take them literally."""
 
@@ -86,9 +89,10 @@ async def find_shards(
         stores: find the transports for the URLs.
         format: of all shards. None: by the extension; below a prefix, objects with other extensions are ignored. With a
             format, all objects below a prefix are shards, except names that begin with ``_``. Names that begin with
-            ``.`` are always ignored. A ``*`` finds neither of them, nor names that begin with ``_`` and have another
-            extension. A format's name is an extension without its dot: ``"tar"``, ``"jsonl.gz"``,
-            ``"parquet"``.
+            ``.``, and all objects in folders whose names begin with ``.`` or ``_``, are always ignored, unless such a
+            folder is the prefix itself. A ``*`` finds neither of them, nor names that begin with ``_`` and have another
+            extension; a pattern may name them, as in ``**/_raw/*.tar``. A format's name is an extension without its
+            dot: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
 
     Raises:
         ValueError: a URL without a known extension; a prefix with no shard below it, or a ``*`` that no object matches;
@@ -220,7 +224,7 @@ async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[S
             rest = path[len(prefix) :]
             if name.fullmatch(rest) and not _is_left_out(rest, pattern, wanted):
                 shard = _single(join_url(folder + query, rest), wanted)
-                found.append(shard._replace(size=transport.listed_size(path)))
+                found.append(shard._replace(size=(size := transport.listed_size(path)), stated=size))
             else:
                 others += 1
             if len(found) > MOST:
@@ -231,13 +235,24 @@ async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[S
 
 
 def _is_left_out(path: str, pattern: str, wanted: ShardFormat | None) -> bool:
-    """Return whether the pattern would have to name the first character of a file: a hidden file, or one that lies
-    beside shards, such as `_SUCCESS` and the index of a shard's samples.
+    """Return whether the pattern would have to name a hidden folder of this path, or the first character of its file:
+    of a hidden file, or of one that lies beside shards, such as `_SUCCESS` and the index of a shard's samples.
     """
+    if hidden := _hidden_folders(path):
+        named = [re.compile(_regex(part), re.DOTALL) for part in pattern.split("/")[:-1] if part[:1] in _HIDDEN]
+        if not all(any(each.fullmatch(folder) for each in named) for folder in hidden):
+            return True
     first = path.rpartition("/")[2][:1]
     if f"/{first}" in f"/{pattern}":
         return False
     return first == "." or (first == "_" and (wanted is not None or not _is_known(path)))
+
+
+def _hidden_folders(path: str) -> list[str]:
+    """Return the folders of a path that hold no shards, as other tools agree: `.ipynb_checkpoints`, `_delta_log`."""
+    if "/." not in f"/{path}" and "/_" not in f"/{path}":  # nearly all paths
+        return []
+    return [folder for folder in path.split("/")[:-1] if folder[:1] in _HIDDEN]
 
 
 def _regex(pattern: str) -> str:
@@ -308,14 +323,14 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None, plain:
         async for path in paths:
             rest = path[len(prefix) :]
             # Hidden files are no shards; with an explicit format, neither are names such as `_SUCCESS`.
-            if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")):
+            if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")) or _hidden_folders(rest):
                 continue
             size = transport.listed_size(path)
             # A plain path is not escaped.
             if (shard := _plain(rest, address + rest + query, wanted, plain)) is not None:
-                found.append(shard._replace(size=size))
+                found.append(shard._replace(size=size, stated=size))
             elif wanted is not None or _is_known(rest):
-                found.append(_single(join_url(folder, rest), wanted)._replace(size=size))
+                found.append(_single(join_url(folder, rest), wanted)._replace(size=size, stated=size))
             else:
                 others += 1
             if len(found) > MOST:

@@ -18,12 +18,15 @@ from asyncloader.bridge import in_thread
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import is_escaped, join_url, split_url
 from asyncloader.remote.shard_index import MAX_INDEX_BYTES, ShardNames, parse_index
-from asyncloader.remote.stores import Stores
+from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 from asyncloader.transports.base import ObjectInfo, gather_all
 
 MOST_INDEXES = 8
 """Indexes that are looked for: those of the series with the most shards."""
+
+_MOST_LOCAL = 1 << 14
+"""Local shards of which sizes are looked up: of more it would take longer than to read the first batch."""
 
 _MOST_SAMPLES = 1 << 40  # in a shard, so that the numbers of a million shards can be added up
 
@@ -77,6 +80,23 @@ async def read_promises(shards: Sequence[Shard], stores: Stores) -> dict[int, Pr
     """
     uncounted = [at for at, shard in enumerate(shards) if shard.samples is None and shard.format != PARQUET]
     return (await _read_all(uncounted, shards, stores)).promises
+
+
+async def with_recorded_sizes(shards: Sequence[Shard], stores: Stores) -> Sequence[Shard]:
+    """Return shards with the sizes that indexes record (`Shard.stated`): of local files, whose indexes are cheap to
+    look for.
+
+    Raises:
+        TransportError: as `read_promises`.
+    """
+    if stores.transport is not None or len(shards) > _MOST_LOCAL:
+        return shards
+    if not all(scheme_of(shard.url) == "file" for shard in shards):
+        return shards
+    promises = await read_promises(shards, stores)
+    if not promises:
+        return shards
+    return [shard._replace(stated=promises[at].size) if at in promises else shard for at, shard in enumerate(shards)]
 
 
 async def read_records(shards: Sequence[Shard], stores: Stores) -> Records:

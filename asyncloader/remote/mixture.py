@@ -34,7 +34,7 @@ from asyncloader.samplers.mixed_positions import MixedPositions, Place
 from asyncloader.samplers.mixture_order import CHOICES, MixtureOrder, OnExhausted
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.context import context_managers
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import digest_of, is_async_dataset
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.threads import JobThreads
@@ -288,7 +288,7 @@ class MixedSources(Dataset[Any]):
         sources: list[Any] | None = None
         if self._sizes:
             parts = zip(self._parts, self.streams, self.sizes, strict=True)
-            sources = [part.described() if stream else {"samples": size} for part, stream, size in parts]
+            sources = [part.described() if stream else _described(part, size) for part, stream, size in parts]
         return {
             "sources": sources,
             "weights": [[epoch, [*weights]] for epoch, weights in self.weights],
@@ -434,6 +434,12 @@ def _mean(number: int, lengths: Any, samples: int | None) -> Fraction:
     if mean <= 0:
         raise ValueError(f"the lengths of source {number} should be positive, but their mean is {mean}")
     return mean
+
+
+def _described(part: Any, samples: int) -> dict[str, Any]:
+    """Return the values of a map dataset that must be the same where a state is loaded."""
+    digest = digest_of(part)
+    return {"samples": samples} if digest is None else {"samples": samples, "shards": digest}
 
 
 def _check_number(number: int, lengths: int | None, samples: int) -> None:

@@ -167,6 +167,7 @@ async def read_shard_range(
                 thread=packed,
                 exact=segment is not None,
                 behind=BEHIND if segment is None and shard.format.name == "jsonl" else 0,
+                shard=shard,
                 report=partial(_report_bad, on_bad, bad),
             )
         async with aclosing(found) as batches:
@@ -178,6 +179,8 @@ async def read_shard_range(
                         pin.used = True
                         yield batch
                 _report_bad(on_bad, bad)
+                if shard_range.stop is None and pin.reader.size is not None:
+                    check_size(shard, pin.reader.size)  # of formats that end before their object does, too
             except RangeOutOfBounds as error:
                 # The plan has a position that the object does not have: the shard is at fault, and not the read.
                 size = "fewer" if error.size is None else f"{error.size:,}"
@@ -189,6 +192,24 @@ async def read_shard_range(
             except (ShardError, TransportError):
                 _report_bad(on_bad, bad)
                 raise
+
+
+def check_size(shard: Shard, end: int, stop: int | None = None) -> None:
+    """Compare where a shard ends with the size that is stated of it. `stop`: from there on it was not read.
+
+    Raises:
+        ShardError: it has another size. Without this, lines that were cut off would be missing in silence.
+    """
+    if shard.stated is None or end == shard.stated or (stop is not None and stop <= end < shard.stated):
+        return
+    if end > shard.stated != shard.size:
+        return  # the size is not a listing's, but an index's, after which lines may have been appended
+    raise ShardError(
+        f"the shard ends at byte {end:,}, but its listing, or the index of write_shards beside it, says that it has "
+        f"{shard.stated:,} bytes: it was cut or replaced. Write it again, or delete the index",
+        url=shard.url,
+        offset=end,
+    )
 
 
 def _report_bad(on_bad: OnBad | None, bad: list[ShardError]) -> None:
@@ -207,6 +228,7 @@ async def _push(
     thread: bool,
     exact: bool,
     behind: int,
+    shard: Shard,
     report: Callable[[], None],
 ) -> AsyncGenerator[Sequence[Located], None]:
     """Feed `reader` to its end. Yields one sequence per call of the reader, including empty ones.
@@ -220,6 +242,7 @@ async def _push(
         thread: run the reader in a thread.
         exact: the last sample of the reader ends at `stop`.
         behind: bytes from `stop` on that the reader may need.
+        shard: which is read; its stated size is compared where the object ends.
         report: reports the bad samples that the reader has found so far.
     """
     parsing = JobThreads(1, "asyncloader-parse")
@@ -259,11 +282,13 @@ async def _push(
     feeding.buffer = ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:
         while (chunk := await ahead.next()) is not None:
+            start += len(chunk)
             feeding.add(chunk)
             while (piece := feeding.next()) is not None:
                 yield feeding.found(piece, await call(reader.feed, piece))
             if reader.done:
                 return
+        check_size(shard, start, stop if stop is None else stop + behind)
         yield await call(lambda _: reader.end(), b"")
     finally:
         parsing.close()

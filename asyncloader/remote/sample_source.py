@@ -3,7 +3,8 @@
 Data path: iterable or asynchronous iterable -> [sample_source] -> encoded samples -> shard_cutting.
 
 A plain iterable is iterated in one thread, from its beginning to its close: what it opens may belong to that thread.
-Each sample is encoded before the next is asked for, so an iterable may use its buffers again.
+Each sample is encoded before the next is asked for, so an iterable may use its buffers again. Samples that are encoded
+together end with their shard: it is written while the iterable computes the next samples, which may take it hours.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Iterator, Mapping
 from contextvars import copy_context
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
-from asyncloader.formats.encoder import EncodedSamples, ShardEncoder
+from asyncloader.formats.encoder import EncodedBatch, EncodedSamples, ShardEncoder
+from asyncloader.remote.shard_cutting import ShardCutter
 from asyncloader.transports.blocking import BlockingPool
 
 BATCH_BYTES = 1 << 20
@@ -60,20 +63,23 @@ class SampleSource:
             await self._in_thread(partial(self._first.extend, self._few()))
         return self._first[0] if self._first else None
 
-    async def batches(self, encoder: ShardEncoder, first: int = 0) -> AsyncGenerator[EncodedSamples, None]:
-        """Encode all samples. Raises the errors of the iterable.
+    async def batches(self, encoder: ShardEncoder, cutter: ShardCutter) -> AsyncGenerator[EncodedSamples, None]:
+        """Encode all samples. Raises the errors of the iterable, after the samples before them.
 
         Args:
             encoder: of the samples.
-            first: number of the first sample: 0, as an iterable cannot begin elsewhere.
+            cutter: gets them; of no samples yet, as an iterable cannot begin elsewhere.
         """
-        assert not first
+        assert not cutter.samples
         if self._async_iterator is not None:
-            async for encoded in self._async_batches(encoder, self._async_iterator):
+            async for encoded in self._async_batches(encoder, self._async_iterator, cutter):
                 yield encoded
             return
         while not self._ended:
-            yield await self._in_thread(partial(self._take, encoder))
+            encoded, error = await self._in_thread(partial(self._take, encoder, _Task(cutter)))
+            yield encoded
+            if error is not None:
+                raise error
 
     async def aclose(self) -> None:
         """End the thread, after the sample that it is waiting for, and close the iterable if it is a generator."""
@@ -91,9 +97,9 @@ class SampleSource:
         return await self._pool.run(partial(self._context.run, call))
 
     async def _async_batches(
-        self, encoder: ShardEncoder, samples: AsyncIterator[Any]
+        self, encoder: ShardEncoder, samples: AsyncIterator[Any], cutter: ShardCutter
     ) -> AsyncGenerator[EncodedSamples, None]:
-        batch = encoder.batch()
+        batch, task = encoder.batch(), _Task(cutter)
         while not self._ended:
             if self._first:
                 sample = self._first.pop()
@@ -102,28 +108,32 @@ class SampleSource:
                     sample = await anext(samples)
                 except StopAsyncIteration:
                     break
+                except Exception:
+                    yield await self._in_thread(batch.finish)
+                    raise
             if rough_size(sample) < SMALL:
                 fits = batch.add(sample)
             else:
                 fits = await self._in_thread(partial(batch.add, sample))
-            if not fits or batch.size >= BATCH_BYTES or batch.count >= BATCH_SAMPLES:
+            if not fits or task.ends(batch):
                 yield await self._in_thread(batch.finish)
-                batch = encoder.batch()
+                batch, task = encoder.batch(), _Task(cutter)
         yield await self._in_thread(batch.finish)
 
     # --- in the thread
 
-    def _take(self, encoder: ShardEncoder) -> EncodedSamples:
+    def _take(self, encoder: ShardEncoder, task: _Task) -> tuple[EncodedSamples, Exception | None]:
+        """Encode some samples; return them, and the error of the iterable that ended them."""
         batch = encoder.batch()
-        if self._first and not batch.add(self._first.pop()):
-            return batch.finish()
-        for sample in self._iterate():
-            fits = batch.add(sample)
-            if not fits or batch.size >= BATCH_BYTES or batch.count >= BATCH_SAMPLES or self._stopped:
-                break
-        else:
-            self._ended = True
-        return batch.finish()
+        try:
+            for sample in chain([self._first.pop()] if self._first else [], self._iterate()):
+                if not batch.add(sample) or task.ends(batch) or self._stopped:
+                    break
+            else:
+                self._ended = True
+        except Exception as error:
+            return batch.finish(), error
+        return batch.finish(), None
 
     def _few(self) -> list[Any]:
         """Return the next sample in a list; an empty list at the end."""
@@ -141,6 +151,18 @@ class SampleSource:
         close = getattr(self._iterator, "close", None)
         if close is not None:
             close()
+
+
+class _Task:
+    """The samples that are encoded together next, given the shard that they come into."""
+
+    def __init__(self, cutter: ShardCutter) -> None:
+        self._samples = cutter.task(cutter.samples, BATCH_SAMPLES)
+        self._bytes = min(BATCH_BYTES, cutter.room)
+
+    def ends(self, batch: EncodedBatch) -> bool:
+        """Whether `batch` has them all."""
+        return batch.size >= self._bytes or batch.count >= self._samples
 
 
 def rough_size(sample: Any) -> int:

@@ -60,9 +60,17 @@ class ShardCutter:
         self._count = self._bytes = 0
 
     @property
-    def held(self) -> int:
-        """Bytes of the shard that is not complete."""
-        return self._bytes
+    def room(self) -> int:
+        """Bytes that the shard which is not complete still takes."""
+        return self._room - self._bytes
+
+    def task(self, first: int, most: int) -> int:
+        """Return how many samples from number `first` on, `most` at most, are to be encoded together: not beyond the
+        shard that `first` comes into if no shard ends before it has `max_samples`.
+        """
+        if self._max_samples is None:
+            return most
+        return min(most, self._max_samples - (first - self.samples + self._count) % self._max_samples)
 
     def add(self, encoded: EncodedSamples) -> list[CutShard]:
         """Add samples; return the shards that are complete.

@@ -73,13 +73,6 @@ class _Stopped(Exception):
     """Ends a thread whose result is not wanted any more."""
 
 
-class Start(NamedTuple):
-    """Where writing begins: the number of the first shard, and of its first sample."""
-
-    shard: int
-    sample: int
-
-
 class ShardWriter:
     """Writes the shards of one data set.
 
@@ -126,8 +119,8 @@ class ShardWriter:
         self._unsaved = self._saving = False
         self._group: asyncio.TaskGroup | None = None
 
-    async def open(self, *, skip: bool) -> Start:
-        """Look for an earlier run, and begin.
+    async def open(self, *, skip: bool) -> ShardCutter:
+        """Look for an earlier run, and begin. Return what the samples are cut by; it counts those that are skipped.
 
         Args:
             skip: the samples of complete shards need not be encoded again, because they are those of a map dataset.
@@ -142,7 +135,7 @@ class ShardWriter:
             await transport.write(path, [])
         index = await self._read_index()
         stored = await self._stored()
-        start = Start(0, 0)
+        shard = sample = 0
         if self._overwrite:
             # The index first: it must not describe shards that are deleted, or other shards of the same names.
             for name in (self._names.index_name, *((INDEX,) if self._is_mds else ()), *stored):
@@ -171,13 +164,13 @@ class ShardWriter:
                 for name in (*others, *((INDEX,) if INDEX in stored else ())):
                     await self._delete(name)
                 if skip:
-                    start = await self._find_start()
+                    shard, sample = await self._find_start()
         if index is None or not index.complete:
             await self._write_index(complete=False)
-        return start
+        return ShardCutter(self._encoder, self._max_bytes, self._max_samples, shard=shard, sample=sample)
 
-    async def write(self, batches: AsyncGenerator[EncodedSamples, None], start: Start) -> list[WrittenShard]:
-        """Write all samples, and the index.
+    async def write(self, batches: AsyncGenerator[EncodedSamples, None], cutter: ShardCutter) -> list[WrittenShard]:
+        """Write all samples, as `cutter` of `open` cuts them, and the index.
 
         Raises:
             ShardWriteError: a sample cannot be written; the shards before it are.
@@ -185,8 +178,6 @@ class ShardWriter:
             TransportError: the store failed.
             Exception: the error of `batches`.
         """
-        names, encoder = self._names, self._encoder
-        cutter = ShardCutter(encoder, self._max_bytes, self._max_samples, shard=start.shard, sample=start.sample)
         failure: Exception | None = None
         try:
             try:
@@ -215,8 +206,8 @@ class ShardWriter:
             await self._pool.aclose()
         if beyond := sorted(self._earlier.keys() - self._done.keys()):
             raise FileExistsError(
-                f"{self._url(names.name(beyond[0]))} was written by an earlier run, from more samples than there are "
-                "now: choose another name, or delete all by overwrite=True"
+                f"{self._url(self._names.name(beyond[0]))} was written by an earlier run, from more samples than there "
+                "are now: choose another name, or delete all by overwrite=True"
             )
         await self._write_index(complete=True)
         found = [self._done[number] for number in range(len(self._done))]
@@ -374,8 +365,8 @@ class ShardWriter:
             return False
         return True
 
-    async def _find_start(self) -> Start:
-        """Return the beginning of the first shard that is not complete."""
+    async def _find_start(self) -> tuple[int, int]:
+        """Return the number of the first shard that is not complete, and of its first sample."""
         number = sample = 0
         while numbers := [each for each in range(number, number + CHECKS) if each in self._earlier]:
             intact = await gather_all(self._is_stored(self._earlier[each]) for each in numbers)
@@ -388,7 +379,7 @@ class ShardWriter:
             else:
                 continue
             break
-        return Start(number, sample)
+        return number, sample
 
     async def _is_stored(self, record: ShardRecord) -> bool:
         """Return whether the store has the recorded bytes: by their version, otherwise by their digest."""

@@ -121,7 +121,7 @@ class Positions:
         if not isinstance(state, dict):
             raise StateError(f"the state is broken: that of its streams is {type(state).__name__}")
         for name, value in here.items():
-            saved = state.get(name)
+            saved = _completed(state.get(name), value)
             if saved == value or (name in COUNTED and None in (saved, value)):
                 continue  # not known yet
             part, before, now = _first_difference(name, saved, value)
@@ -139,6 +139,15 @@ class Positions:
 
     def follow(self, state: dict[str, Any]) -> None:
         """Go on after the epoch of a state: every epoch begins with position 0."""
+
+
+def _completed(saved: Any, here: Any) -> Any:
+    """Return the description of sources from a state; of earlier versions, they lack the digests of map datasets."""
+    if isinstance(saved, list) and isinstance(here, list) and len(saved) == len(here):
+        return [_completed(one, other) for one, other in zip(saved, here, strict=True)]
+    if isinstance(saved, dict) and isinstance(here, dict) and saved.keys() == here.keys() - {"shards"}:
+        return here | saved
+    return saved
 
 
 def _first_difference(name: str, saved: Any, here: Any) -> tuple[str, Any, Any]:

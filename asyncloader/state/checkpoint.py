@@ -32,7 +32,7 @@ from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
-from asyncloader.state.progress import Progress, dataset_length
+from asyncloader.state.progress import Progress, described_data
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
@@ -459,12 +459,13 @@ def _follow(progress: Progress, finished: dict[str, Any]) -> None:
 
 def expectations(config: EpochConfig) -> dict[str, Any]:
     """The part of a state that must agree with the loader that it is loaded into."""
-    described = _described(config, _sharing_ranks(config))
-    return described | {"length": None if config.iterable else dataset_length(config.dataset)}
+    return _described(config, _sharing_ranks(config)) | described_data(config, find=True)
 
 
 def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
-    """Return `expectations` without the dataset's length, which may take long, and is needed only with a state."""
+    """Return `expectations` without the dataset's length and data, which may take long, and are needed only with a
+    state.
+    """
     size, drop_last, sampler = config.batch_size, config.drop_last, config.sampler
     if config.batch_sampler is not None:
         sampler = config.batch_sampler

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
+from asyncloader.workers.fetch.dataset_kinds import digest_of
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
@@ -456,7 +458,7 @@ class Progress:
             "version": VERSION,
             **self._expects,
             "arguments": copy.copy(self._expects.get("arguments")),
-            "length": None if self._expects["kind"] == "iterable" else dataset_length(self.config.dataset),
+            **described_data(self.config),
             "epoch": self.epoch,
             "step": self._step,
             "beyond": sorted(self._beyond),
@@ -508,12 +510,17 @@ def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
     return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
 
 
-def dataset_length(dataset: Any) -> int | None:
-    """Return the length of a map dataset; None for a dataset without a length."""
-    try:
-        return len(dataset)
-    except Exception:  # torch does not call `len` if a sampler was given, so an error must not surface
-        return None
+def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]:
+    """Return the length of a map dataset, and the digest of its data; None where it has none, and for a stream. `find`:
+    as of `digest_of`.
+    """
+    found: dict[str, Any] = {"length": None, "data_digest": None}
+    if not config.iterable:
+        with suppress(Exception):  # torch does not call `len` if a sampler was given, so an error must not surface
+            found["length"] = len(config.dataset)
+        with suppress(Exception):
+            found["data_digest"] = digest_of(config.dataset, find=find)
+    return found
 
 
 def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:

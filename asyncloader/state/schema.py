@@ -13,6 +13,8 @@ states are):
                    `batch_change.py` finds the position in other batches
     arguments      those of the sampler from which its order follows, by name; None: it does not tell them. They must
                    agree within an epoch. Not in states of earlier versions
+    data_digest    digest of the data that a map dataset reads; None: it does not know. It must agree within an epoch.
+                   Not in states of earlier versions
     world_size     number of ranks that shared a batch. For errors' texts; not in states of earlier versions
     epoch          the epoch's number
     step           batches of each rank that were delivered, without a gap
@@ -118,6 +120,8 @@ def check_state(given: Any) -> dict[str, Any]:
     arguments = given.get("arguments")
     if not (arguments is None or (isinstance(arguments, dict) and all(isinstance(name, str) for name in arguments))):
         raise StateError(f"the state is broken: arguments={_show(arguments)}")
+    if not isinstance(given.get("data_digest"), str | None):
+        raise StateError(f"the state is broken: data_digest={_show(given['data_digest'])}")
     for name in ("epoch", "step"):
         if not _is_count(given[name]):
             raise StateError(f"the state is broken: {name}={given[name]}")
@@ -145,7 +149,7 @@ def check_state(given: Any) -> dict[str, Any]:
     except Exception as error:  # the user's own states may be any objects
         raise StateError(f"the state cannot be copied: {type(error).__name__}: {error}") from error
     state = {name: whole[name] for name in ("version", *_TYPES)}
-    state |= {"world_size": ranks, "arguments": whole.get("arguments")}
+    state |= {"world_size": ranks, "arguments": whole.get("arguments"), "data_digest": whole.get("data_digest")}
     if state["workers"] is not None:  # only the keys of a cursor
         cursors = [cursor and {name: cursor[name] for name in _CURSOR} for cursor in state["workers"]["cursors"]]
         state["workers"]["cursors"] = cursors
@@ -245,13 +249,20 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
             f"the state was saved with {name}={_show(saved)}, but this loader has {name}={here!r}; make the loader as "
             "it was, or begin anew without the state"
         )
-    _compare_arguments(state, expected.get("arguments"))
+    # At an epoch's beginning and end a sampler may be replaced, and the data: no sample is lost.
+    if not state["finished"] and (state["step"] or state["beyond"]):
+        _compare_arguments(state["arguments"], expected.get("arguments"))
+        saved, here = state["data_digest"], expected.get("data_digest")
+        if None not in (saved, here) and saved != here:
+            raise StateError(
+                "the state was saved within an epoch of other data: the dataset's shards, their sizes or their numbers "
+                "of samples have changed. Give the dataset the data as it was (of the Hugging Face Hub the commit: "
+                "hf://datasets/owner/name@commit), or begin anew without the state"
+            )
 
 
-def _compare_arguments(state: dict[str, Any], here: dict[str, Any] | None) -> None:
-    saved = state["arguments"]
-    # At an epoch's beginning and end a sampler may be replaced: no sample is lost.
-    if saved is None or here is None or state["finished"] or not (state["step"] or state["beyond"]):
+def _compare_arguments(saved: dict[str, Any] | None, here: dict[str, Any] | None) -> None:
+    if saved is None or here is None:
         return
     for name in [*here, *saved]:
         if (name in saved, saved.get(name)) != (name in here, here.get(name)):

@@ -106,3 +106,28 @@ class MessagedDataset:
     def begin_epoch(self, message: bytes) -> None:
         """Begin an epoch by this message. Called in a worker, before `iter`."""
         raise NotImplementedError
+
+
+class DigestedDataset:
+    """Base of a map dataset that knows which data it reads. Like `MessagedDataset`, a class to derive from."""
+
+    def data_digest(self, *, find: bool) -> str | None:
+        """Return a text that other data has not, for a loader's states; None if the data is not known yet and may not
+        be looked for (`find`), which blocks.
+        """
+        raise NotImplementedError
+
+
+def digest_of(dataset: Any, *, find: bool = False) -> str | None:
+    """Return the digest of a dataset's data, also of a view of datasets; None: it does not know its data. `find`: see
+    `DigestedDataset.data_digest`, whose errors are raised.
+    """
+    if isinstance(dataset, DigestedDataset):
+        return dataset.data_digest(find=find)
+    if isinstance(dataset, Subset):
+        return digest_of(dataset.dataset, find=find)
+    if not isinstance(dataset, ConcatDataset | StackDataset):
+        return None
+    parts: Any = dataset.datasets
+    digests = [digest_of(part, find=find) for part in (parts.values() if isinstance(parts, dict) else parts)]
+    return None if set(digests) <= {None} else " ".join(map(str, digests))

@@ -28,6 +28,14 @@ DROPPED: Any = object()
 """Stands for a sample that is dropped from its batch."""
 
 
+class MissingSample(NamedTuple):
+    """Stands for a sample that raised, where `collate_fn` expects it: an `on_error` that returns it replaces nothing, so
+    it leaves no record.
+    """
+
+    error: Any
+
+
 class SkippedSample(NamedTuple):
     """A sample that raised, and how that was handled.
 
@@ -151,7 +159,8 @@ class SampleErrorHandler:
             except Exception as raised:
                 _set_cause(raised, error)
                 raise
-            records.append(self._record(index, position, error, "replaced"))
+            if type(sample) is not MissingSample:
+                records.append(self._record(index, position, error, "replaced"))
             return sample
         failed = []
         for substitute in self._substitutes(position, make is not None):

@@ -9,6 +9,7 @@ each sample is, and read those that they are asked for.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import warnings
 import weakref
@@ -29,15 +30,17 @@ from asyncloader.remote.random_access.host_files import HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, index_all
 from asyncloader.remote.random_access.shard_reader import THREADS, ShardsReader
 from asyncloader.remote.reading import READ_AHEAD
-from asyncloader.remote.shared_listing import SharedListing
+from asyncloader.remote.shard_list import file_names
+from asyncloader.remote.shared_listing import SharedListing, names_of
 from asyncloader.remote.stores import LoopStores, Stores
 from asyncloader.sizes import Size, optional_size, size
 from asyncloader.transports import Transport
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.open_files import OpenFiles
+from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
 
-class RemoteMapDataset(Dataset[Any]):
+class RemoteMapDataset(Dataset[Any], DigestedDataset):
     """The samples of shards in a remote store as a map dataset: tar (WebDataset's naming), JSON lines, Parquet, MDS,
     TFRecord.
 
@@ -46,7 +49,8 @@ class RemoteMapDataset(Dataset[Any]):
     reads: ``__key__`` (str), ``__url__`` (str) and its fields. Samples are numbered in the order of the shards.
 
     A loader shuffles all samples with its ``shuffle=True``, and everything that it promises of map datasets holds: with
-    ``seed=`` the same batches on any workers and ranks, states of a few numbers.
+    ``seed=`` the same batches on any workers and ranks, states of a few numbers. A state that was saved within an epoch
+    is refused if the shards have changed since: their names, sizes or numbers of samples, or a branch's commit.
 
     MDS has tables of its samples, Parquet of its row groups. A shard of another format is read once, whole, when the
     length is first asked for, unless an index lies in the `cache_dir`, or beside the shard (`write_shards`,
@@ -118,6 +122,7 @@ class RemoteMapDataset(Dataset[Any]):
         self._open_files = OpenFiles()
         self._listing = SharedListing()
         self._catalog: SampleCatalog | None = None
+        self._digest: str | None = None  # of the catalog
         self._forget()
 
     def _forget(self) -> None:
@@ -144,12 +149,27 @@ class RemoteMapDataset(Dataset[Any]):
         assert self._catalog is not None
         return int(self._catalog.starts[-1])
 
+    def data_digest(self, *, find: bool) -> str | None:
+        """Return a digest of the shards' names, sizes and numbers of samples, like `DigestedDataset.data_digest`."""
+        if find:
+            len(self)
+        catalog = self._catalog
+        if catalog is not None and self._digest is None:
+            names = file_names(names_of(catalog.shards))
+            sizes = [
+                shard.size if info is None else info.size
+                for shard, info in zip(catalog.shards, catalog.infos, strict=True)
+            ]
+            text = repr((names, sizes, catalog.starts.tolist()))
+            self._digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return self._digest
+
     async def prepare(self) -> None:
         """Find the shards and index those that have no index, unless that was done. Safe to repeat and to cancel: a
         shard that is indexed is not read again.
 
         Raises:
-            ShardError: an index beside a shard does not fit it.
+            ShardError: an index beside a shard does not fit it; or a shard has another size than its listing says.
             TransportError: the store cannot be read, for a reason that may pass.
             RanksDisagree: the rank that lists the shards for all could not.
             ImportError: a format needs a package that is not installed.

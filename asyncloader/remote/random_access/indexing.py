@@ -24,7 +24,7 @@ from asyncloader.formats.jsonl import BOM
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.pins import Pins
 from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
-from asyncloader.remote.reading import MakeReader, read_shard_range
+from asyncloader.remote.reading import MakeReader, check_size, read_shard_range
 from asyncloader.remote.sample_index import (
     MAX_INDEX_BYTES,
     SampleIndex,
@@ -93,7 +93,7 @@ class Indexer:
         """Count the samples of all shards, and index those that have no index.
 
         Raises:
-            ShardError: an index beside a shard does not fit it.
+            ShardError: an index beside a shard does not fit it; or a shard has another size than its listing says.
             TransportError: a shard cannot be read, for a reason that may pass.
             ImportError: a format needs a package that is not installed.
         """
@@ -107,9 +107,10 @@ class Indexer:
             shard = counted[number]
             if shard.mds is None or shard.mds.compression is not None:
                 try:
-                    infos[number] = await self.info(shard)
+                    infos[number] = info = await self.info(shard)
                 except LEFT_TO_READERS:
                     return
+                check_size(shard, info.size)
             if shard.samples is not None:
                 counts[number] = shard.samples
             elif shard.format != PARQUET:

@@ -5,7 +5,8 @@ Data path: numbers -> [opened_shards] -> shard_reader.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +14,15 @@ import numpy.typing as npt
 
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.random_access.chunks import compression_of
+from asyncloader.remote.random_access.host_files import FileName
+from asyncloader.remote.random_access.indexing import name_of
 from asyncloader.remote.random_access.sample_parsing import SampleParser
-from asyncloader.transports import ObjectInfo, PinnedReader, plan_ranges
-from asyncloader.transports.base import gather_all
+from asyncloader.transports import ObjectInfo, PinnedReader, SizeUnknown, plan_ranges
+from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.local import PinnedFile
 from asyncloader.transports.memory_files import MemoryFile
+from asyncloader.transports.open_files import OpenFiles
 from asyncloader.transports.pinned import PinnedObject
 
 GAP = 1 << 16
@@ -36,14 +40,14 @@ class OpenShard:
         self.parser = parser
         self.edges: npt.NDArray[np.int64] | None = None
         self.whole = True
+        self._file = MemoryFile(pinned, self.version) if isinstance(pinned, PinnedFile) else None
+        self._compared = False  # with the store
         # These have bytes of samples without a request, as they are in the shard.
         self.cached: CachedObject | None = None
         self.memory: MemoryFile | None = None
         if shard.format != PARQUET and compression_of(shard) is None:
-            if isinstance(pinned, CachedObject):
-                self.cached = pinned
-            elif isinstance(pinned, PinnedFile):
-                self.memory = MemoryFile(pinned, self.version)
+            self.cached = pinned if isinstance(pinned, CachedObject) else None
+            self.memory = self._file
 
     async def read(self, ranges: list[tuple[int, int]]) -> Sequence[bytes]:
         """Read ranges of the shard, like `PinnedReader.read_ranges`."""
@@ -52,6 +56,43 @@ class OpenShard:
         # The transport would read a useless MiB to save a request: right for a shard that is read through.
         plan = plan_ranges(ranges, max_gap=GAP, max_size=self.pinned.transport.range_size)
         return plan.cut([data for (data,) in await gather_all(self.pinned.read_ranges([each]) for each in plan.blocks)])
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a file of a disk."""
+        return self._file is not None
+
+    async def decode(self, make: Callable[[], Awaitable[bytes]]) -> bytes:
+        """Decode a part of the shard by `make`, which compares its version."""
+        data = await make()
+        self._compared = True
+        return data
+
+    def is_current(self, files: OpenFiles) -> bool:
+        """Return whether what was decoded of the shard may be used without `compare`: a local file has the version that
+        was indexed, and others had it when they were decoded or compared. Never waits.
+        """
+        return self._compared if self._file is None else self._file.is_current(files)
+
+    async def compare(self) -> None:
+        """Compare the shard's version with the one that was indexed.
+
+        Raises:
+            TransportError: it has changed, or cannot be asked for.
+        """
+        with suppress(SizeUnknown):
+            info = await self.pinned.info()
+            # Not of a local file, whose inode number may change.
+            same = self.info is None or self._file is not None or None in (self.version, info.etag)
+            if not self.pinned.may_be(self.version) or not (same or self.info == info):
+                raise changed_error(self.pinned.path)
+        self._compared = True
+
+    def decoded_name(self, what: str) -> FileName:
+        """Name the file of what was decoded of the shard."""
+        # Of a local file that is too new for a version, what was decoded must not outlive a change.
+        fresh = self.pinned.version if isinstance(self.pinned, PinnedFile) and self.version is None else ""
+        return FileName(f"{name_of(self.shard)}\0{what}{fresh}", self.version)
 
     @property
     def version(self) -> str | None:

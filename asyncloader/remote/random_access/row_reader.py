@@ -15,7 +15,6 @@ from asyncloader.formats.arrow_chunk import RowsFile
 from asyncloader.remote.parquet_reading import read_footer
 from asyncloader.remote.random_access.chunks import decode_rows
 from asyncloader.remote.random_access.host_files import FileName
-from asyncloader.remote.random_access.indexing import name_of
 from asyncloader.remote.random_access.kept_chunks import DecodedChunk, KeptChunks
 from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup
 from asyncloader.transports.base import gather_all
@@ -115,7 +114,7 @@ class RowReader:
             max_sample_bytes=self._max,
             read_ahead=self._ahead,
         )
-        return await self._chunks.use(self._name(wanted), make, partial(self._parse, wanted))
+        return await self._chunks.use(self._name(wanted), partial(opened.decode, make), partial(self._parse, wanted))
 
     def _name(self, wanted: RowGroupSamples) -> FileName:
         key = opened, first = wanted.group.opened, wanted.first
@@ -124,7 +123,7 @@ class RowReader:
             if len(self._names) >= _MOST_NAMES:
                 self._names.clear()
             rows = f"rows {first} to {wanted.stop}, few in a message {self._wanted}"
-            name = self._names[key] = FileName(f"{name_of(opened.shard)}\0{rows}", opened.version)
+            name = self._names[key] = opened.decoded_name(rows)
         return name
 
     def _parse(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> list[Sample]:

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from asyncloader.formats import Sample, ShardError
 from asyncloader.remote.catalog import PARQUET
 from asyncloader.remote.random_access.chunks import compression_of, unpack
-from asyncloader.remote.random_access.host_files import FileName, HostFiles
-from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, name_of
+from asyncloader.remote.random_access.host_files import HostFiles
+from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog
 from asyncloader.remote.random_access.kept_chunks import DecodedChunk, KeptChunks
 from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup
 from asyncloader.remote.random_access.row_reader import RowReader
@@ -140,7 +140,8 @@ class ShardsReader:
         for group in self._groups(numbers):
             edges = group.opened.edges
             if group.opened.shard.format == PARQUET:
-                groups += await self._read_kept_rows(group, samples)
+                current = group.opened.is_current(self._kept)
+                groups += await self._read_kept_rows(group, samples) if current else [group]
             elif edges is None or not self._is_local(group, edges):
                 groups.append(group)
             elif group.opened.memory is not None:
@@ -283,10 +284,14 @@ class ShardsReader:
 
     async def _read_group(self, group: SampleGroup) -> list[Sample]:
         opened = group.opened
-        if opened.shard.format == PARQUET:
-            return await self._rows.read(group)
-        if compression_of(opened.shard) is not None:
-            return await self._read_unpacked(opened, group.samples)
+        if (rows := opened.shard.format == PARQUET) or compression_of(opened.shard) is not None:
+            if opened.is_local and not opened.is_current(self._kept):
+                await opened.compare()
+            decoded = await (self._rows.read(group) if rows else self._read_unpacked(opened, group.samples))
+            # Only now: what is decoded anew has been compared.
+            if not opened.is_current(self._kept):
+                await opened.compare()
+            return decoded
         edges = await self._edges(opened)
         spans = group.spans(edges)
         if self._is_odd(opened, edges, group.samples) or any(length > self._max for _, length in spans):
@@ -320,12 +325,12 @@ class ShardsReader:
             starts, lengths = found[samples].tolist(), (found[samples + 1] - found[samples]).tolist()
             return found, [(unpacked.read(*each), each[0]) for each in zip(starts, lengths, strict=True)]
 
-        name = FileName(f"{name_of(shard)}\0unpacked", opened.version)
+        name = opened.decoded_name("unpacked")
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
         # In the loop's thread, if that takes no longer than a turn.
         few = edges is not None and int((edges[samples + 1] - edges[samples]).sum()) <= _TURN
         used = self._chunks.use_at_once(name, use) if few else None
-        found, data = await self._chunks.use(name, make, use) if used is None else used
+        found, data = await self._chunks.use(name, partial(opened.decode, make), use) if used is None else used
         if opened.edges is None:
             self._keep_edges(opened, found)
         parse = opened.parser.parse

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
 import os
 import pickle
 import subprocess
 import sys
+import tarfile
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +193,52 @@ def test_the_index_of_write_shards(tmp_path: Path, run: Run) -> None:
         code, found = run("inspect", f"{tmp_path}/{ending}/")
         assert code == 1
         assert "but its index says" in found["damage"][1]
+
+
+def tar(*members: tuple[str, bytes | tuple[bytes, str]]) -> bytes:
+    """An archive of files, and of members of another kind, which refer to a name."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:  # pads with zeros behind the end
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            if isinstance(content, bytes):
+                member.size = len(content)
+            else:
+                member.type, member.linkname = content
+            archive.addfile(member, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return made.getvalue()
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+@pytest.mark.parametrize(
+    ("content", "damage"),
+    [
+        (tar(("a.x", b"1"), ("b.x", b"2"), ("a.y", b"3"), ("b.y", b"4")), "'a' are not together"),
+        (tar(("a.x", b"1"), ("b.x", (tarfile.LNKTYPE, "a.x")), ("c.x", b"2")), "'b.x' is a hard link"),
+        (tar(("a.x", b"1"), ("b.x", (tarfile.SYMTYPE, "a.x")), ("c.x", b"2")), "'b.x' is a symbolic link"),
+        (tar(("a.x", b"1")) + tar(("b.x", b"2")), "follows the end"),
+        (tar(("d", (tarfile.DIRTYPE, "")), ("d/a.x", b"1"), ("latest", (tarfile.SYMTYPE, "d"))), None),
+    ],
+)
+def test_tars_of_other_programs(
+    content: bytes, damage: str | None, pack: Callable[[bytes], bytes], tmp_path: Path, run: Run
+) -> None:
+    """What a reader would pass over, or read as several samples, is named."""
+    shard = tmp_path / ("a.tar" if pack is bytes else "a.tar.gz")
+    shard.write_bytes(pack(content))
+    code, found = run("inspect", shard)
+    assert (code, found["damage"][0]) == ((0, "ok") if damage is None else (1, "problem"))
+    assert damage is None or damage in found["damage"][1]
+
+
+def test_bytes_behind_the_end(tmp_path: Path, run: Run) -> None:
+    """Of MDS the index says how many bytes a shard has."""
+    write(tmp_path, "mds")
+    shard = next(path for path in tmp_path.iterdir() if path.name != "index.json")
+    shard.write_bytes(shard.read_bytes() + bytes(9))
+    code, found = run("inspect", tmp_path)
+    assert code == 1
+    assert "but its index says" in found["damage"][1]
 
 
 # ------------------------------------------------------------------------------------- checkpoint show

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from asyncloader import AsyncDataLoader, RemoteIterableDataset
+from asyncloader import AsyncDataLoader, RemoteIterableDataset, RemoteMapDataset, StateError
+from asyncloader.formats import ShardError
 from asyncloader.transports import (
     AccessDenied,
     HuggingFaceTransport,
@@ -77,6 +78,55 @@ async def test_a_resumed_run_reads_the_commit_that_it_names(hub: Hub) -> None:
     assert await read_all(dataset) == [*range(60)]
     assert dataset.shard_urls == [f"{ROOT}@{commit}/train/part-{number}.jsonl" for number in range(3)]
     assert hub.paths("revision") == []
+
+
+@pytest.mark.parametrize("kind", ["stream", "fixed streams", "random access"])
+async def test_a_cdn_that_sends_half_of_a_file(hub: Hub, kind: str) -> None:
+    """The listing says how many bytes it has: lines that are missing are an error, also where a line ends."""
+    commit = hub.put("train/part-0.jsonl", lines(0))
+    path = f"/datasets/acme/digits/resolve/{commit}/train/part-0.jsonl"
+
+    async def cut(_: web.Request) -> web.StreamResponse:
+        hub.cdn.put("half", lines(0, 10))
+        return web.Response(status=302, headers={"Location": f"{hub.cdn.url}/half", "X-Repo-Commit": commit})
+
+    hub.breaks[path].extend([cut] * 30)
+    dataset: Any = RemoteIterableDataset(f"{ROOT}/train/", streams=1 if kind == "fixed streams" else None)
+    if kind == "random access":
+        dataset = RemoteMapDataset(f"{ROOT}/train/")
+
+    async def read() -> None:
+        if kind == "random access":
+            await dataset.prepare()
+        async with AsyncDataLoader[Any](dataset, batch_size=None, seed=1) as loader:
+            async for _ in loader:
+                pass
+
+    with pytest.raises(ShardError, match=r"its listing.* says that it has \d+ bytes"):
+        await read()
+
+
+async def test_a_random_access_that_is_resumed_on_a_branch_that_moved(hub: Hub) -> None:
+    """Is refused within an epoch; the commit goes on."""
+    commit = hub.put("train/part-0.jsonl", lines(0))
+
+    async def resume(url: str, state: dict[str, Any] | None) -> tuple[dict[str, Any], list[int]]:
+        dataset = RemoteMapDataset(url)
+        await dataset.prepare()
+        async with AsyncDataLoader[Any](dataset, batch_size=5, collate_fn=list, shuffle=True, seed=1) as loader:
+            loader.load_state_dict(state or {})
+            samples = []
+            async for batch in loader:
+                samples += [sample["n"] for sample in batch]
+                if state is None:
+                    break
+            return loader.state_dict(), samples
+
+    state, first = await resume(f"{ROOT}@main/train/", None)
+    hub.put("train/part-0.jsonl", lines(1000))
+    with pytest.raises(StateError, match=r"within an epoch of other data.*name@commit"):
+        await resume(f"{ROOT}@main/train/", state)
+    assert sorted(first + (await resume(f"{ROOT}@{commit}/train/", state))[1]) == [*range(20)]
 
 
 async def test_a_cache_serves_the_next_epoch(hub: Hub, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,8 +16,7 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, RemoteMapDataset
 from asyncloader.errors import NoEffectWarning, ShardError
 from asyncloader.remote.random_access.shard_reader import THREADS
-from asyncloader.transports import ObjectNotFound, ReadFailed
-from asyncloader.transports.local import LocalTransport
+from asyncloader.transports import ObjectNotFound
 from tests.helpers.comparing import assert_same
 from tests.helpers.http_store import HttpStore
 from tests.helpers.http_store import serving as serving_http
@@ -373,54 +371,6 @@ def test_neighbours_come_in_one_request(folder: Path) -> None:
                 store.asked.clear()
                 await dataset.__getitems__([0, 1, 2, 30, 13, 14, 8, 20, 19, 40])
                 assert sum(asked.method == "GET" for asked in store.asked) <= 4
-
-    run_async(run())
-
-
-@pytest.mark.parametrize("cached", [True, False])
-def test_a_shard_that_changes(tars: Path, tmp_path: Path, cached: bool) -> None:
-    """The index of the old version is not used for the new one: an error in this dataset, another index in the next."""
-
-    async def run() -> None:
-        async with serving_http() as store:
-            urls = put_all(store, tars)
-            options: dict[str, Any] = {"cache_dir": tmp_path / "cache"} if cached else {}
-            dataset = RemoteMapDataset(urls, **options)
-            await dataset.prepare()
-            store.put("s1.tar", tar(range(100, 120), size=700))
-            with pytest.raises(ReadFailed, match="changed while it was read"):
-                await dataset[SIZES[0] + 3]
-            other = RemoteMapDataset(urls, **options)
-            await other.prepare()
-            assert len(other) == TOTAL - SIZES[1] + 20
-            assert (await other[SIZES[0] + 3])["n"] == b"103"
-
-    run_async(run())
-
-
-@pytest.mark.parametrize("format", ["tar", "jsonl", "tfrecord", "jsonl.zst", "parquet"])
-@pytest.mark.parametrize("in_memory", [True, False])
-def test_a_file_that_was_replaced(
-    format: str, in_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the index and the first read, by one of the same size: it is an error, and not another sample."""
-    write(tmp_path, format)
-    paths = sorted(tmp_path.glob(f"s*.{format}"))
-    for number, path in enumerate(paths):
-        os.utime(path, (1e9, 1e9 + number))
-    if not in_memory:
-        monkeypatch.setattr(LocalTransport, "answers_at_once", False)
-
-    async def run() -> None:
-        dataset = RemoteMapDataset([str(path) for path in paths])
-        await dataset.prepare()
-        shutil.copy(paths[1], tmp_path / "new")
-        (tmp_path / "new").replace(paths[1])
-        async with dataset:
-            for _ in range(2):
-                with pytest.raises(ReadFailed, match="changed while it was read"):
-                    await dataset[SIZES[0] + 1]
-            await dataset[0]
 
     run_async(run())
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, RemoteIterableDataset, write_shards_sync
+from asyncloader.formats import ShardError
 from asyncloader.remote.kept_counts import FOLDER
 from asyncloader.remote.shard_index import ShardNames, parse_index
 from asyncloader.transports import LocalTransport
@@ -307,6 +308,25 @@ def test_an_index_beside_the_shards(written: Path, monkeypatch: pytest.MonkeyPat
     assert counted(monkeypatch, written) == [shard.name]
     with loader_of(written) as loader:
         assert numbers_of_text(loader) == expected
+
+
+@pytest.mark.parametrize("streams", [None, 2])
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "tfrecord"])
+def test_a_local_shard_that_was_cut_between_samples(tmp_path: Path, suffix: str, streams: int | None) -> None:
+    """The index of `write_shards` says how many bytes it has: samples that are missing are an error."""
+    shards = write_shards_sync(({"n": n} for n in range(20)), f"{tmp_path}/part-{{shard}}.{suffix}", max_samples=10)
+    half = write_shards_sync(({"n": n} for n in range(5)), f"{tmp_path}/half/{{shard}}.{suffix}")
+    Path(half[0].url).replace(shards[0].url)
+    for urls in (f"{tmp_path}/", shards[0].url, f"{tmp_path}/part-{{0..1}}.{suffix}"):
+        data = RemoteIterableDataset(urls, streams=streams)
+        with (
+            DataLoader[Any](data, batch_size=None, seed=1) as loader,
+            pytest.raises(ShardError, match="says that it has"),
+        ):
+            list(loader)
+    (tmp_path / f"_part-index.{suffix}.json").unlink()
+    with DataLoader[Any](RemoteIterableDataset(f"{tmp_path}/", streams=streams), batch_size=None, seed=1) as loader:
+        assert len(list(loader)) == 15
 
 
 def numbers_of_text(loader: DataLoader[Any]) -> list[list[int]]:

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -386,22 +386,6 @@ async def test_a_writer_keeps_the_shards_before_a_bad_sample() -> None:
     check_whole(store, whole)
     await write_shards(good, "train-{shard:03d}.tar", transport=store, **LIMIT)
     assert store._objects == whole._objects
-
-
-async def test_the_error_of_the_samples_is_raised() -> None:
-    """As it is, whether an iterable or a dataset raises it."""
-
-    def samples() -> Iterator[dict[str, Any]]:
-        yield from samples_of("tar")
-        raise KeyError("mine")
-
-    class Broken(Numbered):
-        def __getitem__(self, index: int) -> NoReturn:
-            raise KeyError("mine")
-
-    for each in (samples(), Broken("tar")):
-        with pytest.raises(KeyError, match="mine"):
-            await write_shards(each, "train-{shard}.tar", transport=MemoryTransport(), **LIMIT)
 
 
 # ---------------------------------------------------------------------------------------------- what exists already

@@ -127,6 +127,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "beyond of texts": (lambda s: s | {"beyond": ["7"]}, "7"),
     "a flag of another type": (lambda s: s | {"finished": 1}, "finished"),
     "arguments of another type": (lambda s: s | {"arguments": ["seed"]}, r"arguments=\['seed'\]"),
+    "a digest of another type": (lambda s: s | {"data_digest": 5}, "data_digest=5"),
     "a step past the end": (lambda s: s | {"step": 1000}, "1000"),
     "beyond past the end": (lambda s: s | {"beyond": [1000]}, "100[01]"),
 }

@@ -152,6 +152,7 @@ def test_what_webdataset_writes_is_written_again(samples: list[dict[str, Any]]) 
         ({"__key__": "a", "x": 3}, "its field 'x' is a int; encode it to bytes"),
         ({"__key__": "a", "x": "\ud800"}, "'x' is a text that UTF-8 cannot hold"),
         ({"__key__": "a", "json": {1, 2}}, "'json' cannot be JSON"),
+        ({"__key__": "a", "json": [{1: 2, "1": 3}]}, "'json' cannot be JSON: its keys 1 and '1' are the same in JSON"),
         ([1], "it is a list"),
     ],
 )
@@ -199,9 +200,9 @@ def test_json_lines_are_read_by_json_and_us(samples: list[dict[str, Any]], group
     all_same([json.loads(line) for line in data.split(b"\n")[:-1]], samples)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, b"raw", {1: {2}}, np.float32(1)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, b"raw", {1: {2}}, np.float32(1), [({"null": 1, None: 2},)]])
 def test_json_lines_refuse(value: Any) -> None:
-    """What JSON has no form for; the error names the field."""
+    """What JSON has no form for, or one form for two; the error names the field."""
     failure = JsonlEncoder().encode([{"fine": 1, "bad": value, "__key__": "k"}]).failure
     assert failure is not None
     assert failure[:2] == (0, "k")
@@ -240,9 +241,15 @@ def test_records_are_read_again(records: list[bytes], groups: int) -> None:
     assert [sample["record"] for sample in read(reader, data)] == records
 
 
-@pytest.mark.parametrize("value", [1 << 63, object(), [1, "a"], np.zeros((2, 2)), [b"a", 1.0], None, "\ud800"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1 << 63, object(), [1, "a"], np.zeros((2, 2)), [b"a", 1.0], None, "\ud800"),
+        *(1e39, np.array([1.0, -1e39]), [(1 << 24) + 1, 0.5], [1 << 200, 0.5], [1 << 2000, 0.5]),
+    ],
+)
 def test_examples_refuse(value: Any) -> None:
-    """What an Example has no list for."""
+    """What an Example has no list for, and numbers that its floats do not hold."""
     with pytest.raises(BadSample, match="its field 'bad' "):
         encode_example({"bad": value})
 
@@ -327,10 +334,15 @@ def test_the_first_sample_decides_the_columns(sample: dict[str, Any]) -> None:
         ("int", True),
         ("uint8", 256),
         ("float32", "1"),
+        ("float32", 1e39),
+        ("float64", (1 << 53) + 1),
+        ("float64", 1 << 2000),
+        ("float64", np.complex128(1 + 2j)),
         ("bytes", "text"),
         ("str", b"raw"),
         ("str", "\ud800"),
         ("json", b"raw"),
+        ("json", {True: 1, "true": 2}),
         ("str_decimal", 1.5),
         ("ndarray", [1, 2]),
         ("ndarray", np.zeros(0)),
@@ -417,11 +429,16 @@ def test_parquet_is_read_by_pyarrow_and_us(samples: list[dict[str, Any]], groups
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("int", 1.5), ("int", "a"), ("text", 3), ("bytes", 3), ("vector", np.zeros(4)), ("image", np.zeros((2, 3)))],
+    [
+        *(("int", 1.5), ("int", "a"), ("text", 3), ("bytes", 3), ("vector", np.zeros(4)), ("image", np.zeros((2, 3)))),
+        *(("narrow", 1e39), ("narrow", (1 << 24) + 1), ("narrows", [{"a": 1e39}]), ("pixels", np.full((2, 2), 0.5))),
+        ("vector", np.full(3, 1e39)),
+    ],
 )
 def test_parquet_refuses_values(field: str, value: Any) -> None:
     """The row is found among the others, which are kept."""
-    fine = {"int": 1, "text": "a", "bytes": b"", "vector": np.zeros(3), "image": np.zeros((2, 3, 1))}
+    fine = {"int": 1, "text": "a", "bytes": b"", "vector": np.zeros(3, np.float32), "image": np.zeros((2, 3, 1))}
+    fine |= {"narrow": np.float32(1), "narrows": [{"a": np.float32(1)}], "pixels": np.zeros((2, 2), np.int32)}
     encoded = ParquetEncoder.of_first(fine).encode([fine, {**fine, field: value}, fine])
     assert len(encoded.sizes) == 1
     assert encoded.failure is not None

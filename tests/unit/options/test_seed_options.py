@@ -275,6 +275,7 @@ def test_what_a_state_names() -> None:
         "drop_last": True,
         "order": "shuffled",
         "arguments": None,
+        "data_digest": None,
     }
     assert expected(Stream(), batch_size=4) == {
         "mode": "torch",
@@ -285,6 +286,7 @@ def test_what_a_state_names() -> None:
         "drop_last": False,
         "order": "stream",
         "arguments": None,
+        "data_digest": None,
     }
 
 

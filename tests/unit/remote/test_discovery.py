@@ -70,12 +70,17 @@ async def test_single_shards_are_believed() -> None:
         ("*/c.*", ["a/c.jsonl"]),
         ("**", ["a b.tar", "a/c.jsonl", "a/d.jsonl", "b.tar", "e.jsonl"]),
         (".*.tar", [".x.tar"]),
+        ("_d*/*.parquet", ["_delta/0.parquet"]),
+        ("**/.Trash/**", ["a/.Trash/f/g.tar"]),
     ],
 )
 @pytest.mark.parametrize("written", ["{}/", "file://{}/", "transport"])
 async def test_a_star_is_any_part_of_a_name(tmp_path: Path, written: str, pattern: str, names: list[str]) -> None:
-    """Files are found in subdirectories, and sorted by path. Files that lie beside shards are left out."""
+    """Files are found in subdirectories, and sorted by path. Files that lie beside shards are left out, and hidden
+    folders that the pattern does not name.
+    """
     files = ["b.tar", "a/c.jsonl", "a/d.jsonl", "a b.tar", ".x.tar", "e.jsonl", "_b.tar.samples", "a/_SUCCESS"]
+    files += ["a/.Trash/f/g.tar", "_delta/0.parquet", "_delta/.y/c.jsonl"]
     stores, prefix = local(tmp_path, *files), written.format(tmp_path)
     if written == "transport":
         stores, prefix = Stores(transport=MemoryTransport(dict.fromkeys(files, b""))), ""
@@ -125,10 +130,13 @@ async def test_a_star_in_the_working_directory(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("written", ["{}/", "{}", "file://{}/"])
 async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: str) -> None:
-    """Shards are sorted by path; other objects and hidden objects are left out. A local directory needs no slash."""
-    stores = local(tmp_path, "b.tar", "a/c.jsonl", "a b.tar", "README.md", ".x.tar", "z/d.parquet")
-    shards = await find_shards(written.format(tmp_path), stores)
-    prefix = written.format(tmp_path).rstrip("/")
+    """Shards are sorted by path; other objects and hidden objects are left out, also those in hidden folders, unless
+    the prefix itself is one. A local directory needs no slash.
+    """
+    hidden = (".x.tar", ".ipynb_checkpoints/b.tar", "a/.Trash/f/g.tar", "_delta_log/0.parquet", "z/_temporary/0/d.tar")
+    prefix = f"{written.format(tmp_path / '_data').rstrip('/')}"
+    stores = local(tmp_path / "_data", "b.tar", "a/c.jsonl", "a b.tar", "README.md", "z/d.parquet", *hidden)
+    shards = await find_shards(written.format(tmp_path / "_data"), stores)
     blank = "%20" if written.startswith("file") else " "
     assert [shard.url for shard in shards] == [
         f"{prefix}/a{blank}b.tar",
@@ -137,7 +145,7 @@ async def test_a_prefix_is_all_known_shards_below_it(tmp_path: Path, written: st
         f"{prefix}/z/d.parquet",
     ]
     paths = [stores.find(shard.url)[1] for shard in shards]
-    assert paths[0] == f"{os.fspath(tmp_path)[1:]}/a b.tar"
+    assert paths[0] == f"{os.fspath(tmp_path)[1:]}/_data/a b.tar"
     await stores.aclose()
 
 
@@ -151,8 +159,8 @@ async def test_names_that_are_no_text(tmp_path: Path, written: str) -> None:
 
 async def test_with_a_format_every_object_is_a_shard(tmp_path: Path) -> None:
     """Objects that other programs leave behind, such as ``_SUCCESS``, are left out."""
-    stores = local(tmp_path, "part-0", "part-1", "_SUCCESS", ".part-0.crc")
-    for url in (f"{tmp_path}/", f"{tmp_path}/*"):
+    stores = local(tmp_path, "part-0", "part-1", "_SUCCESS", ".part-0.crc", "_temporary/0/part-2")
+    for url in (f"{tmp_path}/", f"{tmp_path}/*", f"{tmp_path}/**"):
         shards = await find_shards(url, stores, "jsonl")
         assert [shard.url.rpartition("/")[2] for shard in shards] == ["part-0", "part-1"]
     with pytest.raises(ValueError, match=r"no shard below .*, but 2 objects of other extensions|3 objects of other"):

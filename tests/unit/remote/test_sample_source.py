@@ -11,13 +11,18 @@ import pytest
 from asyncloader.formats.jsonl_writer import JsonlEncoder
 from asyncloader.formats.tfrecord_writer import TFRecordEncoder
 from asyncloader.remote.sample_source import Samples, SampleSource
+from asyncloader.remote.shard_cutting import ShardCutter
+
+
+def cutter(encoder: Any) -> ShardCutter:
+    return ShardCutter(encoder, 1 << 30, None)
 
 
 async def encode(samples: Samples, encoder: Any) -> bytes:
     source = SampleSource(samples)
     try:
         first = await source.first()
-        async with aclosing(source.batches(encoder)) as batches:
+        async with aclosing(source.batches(encoder, cutter(encoder))) as batches:
             found = b"".join([b"".join(each.data) async for each in batches])
         assert (first is None) == (not found)
         return found
@@ -68,7 +73,7 @@ async def test_a_generator_lives_in_one_thread() -> None:
             threads.append(threading.get_ident())
 
     source = SampleSource(generator())
-    async with aclosing(source.batches(JsonlEncoder())) as batches:
+    async with aclosing(source.batches(JsonlEncoder(), cutter(JsonlEncoder()))) as batches:
         async for _ in batches:
             break
     await source.aclose()

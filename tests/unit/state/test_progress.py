@@ -18,7 +18,7 @@ EXPECTS = {"mode": "seeded", "kind": "map", "seed": 0, "batch_size": 1, "drop_la
 
 def made(resumed: dict[str, Any] | None = None) -> Progress:
     progress = Progress(EpochClock([], None, seeded=True), EXPECTS, None, resumed, None, 1, Tally())
-    progress.config = SimpleNamespace(dataset=range(1000))  # type: ignore[assignment]
+    progress.config = SimpleNamespace(dataset=range(1000), iterable=False)  # type: ignore[assignment]
     return progress
 
 
