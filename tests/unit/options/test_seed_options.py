@@ -261,7 +261,8 @@ def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology:
 
 
 def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
-    return expectations(EpochConfig.of(DataLoader(dataset, **arguments)))
+    loader = DataLoader(dataset, **arguments)  # alive: the batch sampler of one that was collected unused is watched
+    return expectations(EpochConfig.of(loader))
 
 
 def test_what_a_state_names() -> None:
