@@ -10,6 +10,7 @@ from multiprocessing import forkserver
 from typing import Any
 
 from asyncloader.errors import WorkerDied
+from asyncloader.socket_folder import shorten_multiprocessing
 from asyncloader.workers.bootstrap import gc_paused
 from asyncloader.workers.default_signals import signals_blocked
 from asyncloader.workers.main_guard import about_main, leave_if_importing_main
@@ -35,6 +36,7 @@ def start(process: Any, context: Any, worker_id: int) -> None:
         return
     if method == "forkserver":
         preload_in_fork_server(context)
+        shorten_multiprocessing()
     try:
         with file_of_main_hidden():
             try:
