@@ -59,7 +59,7 @@ from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.source import WorkerHandle
+from asyncloader.workers.source import WorkerHandle, shortage_of
 
 if TYPE_CHECKING:
     from asyncloader.epoch.tuning import EpochTuning
@@ -435,7 +435,7 @@ class Pipeline(Listener):
             self._carry_out(self._scheduler.handle(event))
         except Exception as error:
             # No memory for a larger ring, no descriptors left, an index that does not pickle.
-            self._fail(error)
+            self._fail(shortage_of(error, len(self._pool.processes)) or error)
 
     def _fail(self, error: Exception) -> None:
         """End the epoch with this error, which the consumer gets. `close` follows, and waits for the sampler's end."""
