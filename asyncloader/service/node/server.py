@@ -334,7 +334,11 @@ class Node:
                     sock = await secure(sock, self._tls)
                 link = Link(sock, frames.MOST_HANDSHAKE)
         except (OSError, TimeoutError) as error:
-            _log.debug("a connection ended in its handshake: %r", error, extra=by)
+            if why := _tls_refusal(error):
+                self.refusals += 1
+                _log.info("a loader at %s was refused: %s", peer, why, extra=by)
+            else:
+                _log.debug("a connection ended in its handshake: %r", error, extra=by)
             sock.close()
             return
         # The link has the socket now. A connection that takes the link closes it; otherwise it is closed below.
@@ -525,6 +529,17 @@ class Node:
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
         if not self.sessions:  # no loader is left that could ask for a batch again
             self._cache.clear()
+
+
+def _tls_refusal(error: Exception) -> str:
+    """Return why one side refuses the other's certificate; empty if the connection ended for another reason."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here: {error.verify_message}"
+    reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it has no certificate: set Service(tls_cert=, tls_key=)"
+    why = reason.partition("ALERT_")[2].replace("_", " ").lower()
+    return why and f"it refuses this node's certificate: {why}"
 
 
 def _dataset_key(target: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
