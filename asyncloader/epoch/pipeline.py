@@ -395,7 +395,9 @@ class Pipeline(Listener):
             warning = f"DataLoader worker {worker} died and was replaced. {self._loss}"
         self.notices.append(Notice(left, warning))
         death, lost = self._deaths.pop(worker)
-        if lost:
+        if lost and not death.reason:
+            pass  # it was never there, which its source has said
+        elif lost:
             ended = "" if death.exitcode is None else f" Its process died: {ending(death.exitcode)}."
             _log.warning("worker %d goes on elsewhere. %s%s", worker, death.reason, ended)
         else:

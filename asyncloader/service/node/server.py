@@ -13,6 +13,8 @@ import contextlib
 import errno
 import json
 import logging
+import os
+import resource
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
@@ -70,6 +72,7 @@ _MOST_MEMORY = 0.5  # of the machine's memory, for one loader
 _MOST_CACHED = 0.25  # of the machine's memory, for batches that several loaders share
 _CACHED_BYTES = 1 << 30  # for these, if the system does not report its memory
 _MOST_DATASETS = 8
+_FREE_DESCRIPTORS = 32
 _LOCAL = "this machine"
 _REFUSAL = 2000  # characters of the reason that a loader is given, at most
 
@@ -501,6 +504,11 @@ class Node:
         quota.connections += 1
         try:
             await wait_for(host.begun(), link)
+            # Descriptors are given from the lowest on. One is left for a ring of each connection that is open, which
+            # would end without it, and some for handshakes.
+            left = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - link.fileno()
+            if left < _FREE_DESCRIPTORS + len(self._connections):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             number, pid = await host.open(opening, info, make_end)
         except BaseException as error:
             self._forget(quota)
