@@ -395,12 +395,10 @@ class Pipeline(Listener):
             warning = f"DataLoader worker {worker} died and was replaced. {self._loss}"
         self.notices.append(Notice(left, warning))
         death, lost = self._deaths.pop(worker)
-        if lost and not death.reason:
-            pass  # it was never there, which its source has said
-        elif lost:
+        if lost and death.reason:  # without a reason, its source has said why
             ended = "" if death.exitcode is None else f" Its process died: {ending(death.exitcode)}."
             _log.warning("worker %d goes on elsewhere. %s%s", worker, death.reason, ended)
-        else:
+        elif not lost:
             why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
             reason = f"{why}. {death.reason}".removesuffix(". ") if death.pid else death.reason
             who = f"pid {death.pid}" if death.pid else "a thread"
@@ -436,7 +434,6 @@ class Pipeline(Listener):
         try:
             self._carry_out(self._scheduler.handle(event))
         except Exception as error:
-            # No memory for a larger ring, no descriptors left, an index that does not pickle.
             self._fail(shortage_of(error, len(self._pool.processes)) or error)
 
     def _fail(self, error: Exception) -> None:

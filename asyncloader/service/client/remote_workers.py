@@ -18,7 +18,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
@@ -36,7 +36,7 @@ from asyncloader.service.client.connect import (
 from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.client.node_choice import node_order, to_move
 from asyncloader.service.client.node_health import NodeHealth
-from asyncloader.service.client.remote_channel import RemoteChannel
+from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
@@ -61,7 +61,6 @@ _MOST_THREADS = 16
 _STANDS_S = 4.0
 """Seconds after which a connection with tasks counts as standing: its node has answered pings, or was given up."""
 _MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of a node's report of a death
-_SILENT_S = 3.0  # for the node's report of a death: longer than the node waits for a process that may be dying
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides the time of its processes."""
 
@@ -310,40 +309,6 @@ def _forget_all() -> None:
         worker.release()
 
 
-class _PassedChannel(Channel):
-    """The loader's end of a worker connection to a process of this machine, without the node in between."""
-
-    def __init__(self, sock: socket.socket, link: Link) -> None:
-        super().__init__(sock)
-        self._link = link
-        self._silent: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
-
-    def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
-        """Yield the complete frames. See `Channel.receive`."""
-        received = super().receive(wait=wait)
-        # The end of this channel is the end of the worker, but only the node reports how it ended, over the other
-        # connection, for which the pool waits. A process that lives on without its end of the channel has no such
-        # report: after a time the connection is shut down, which the pool takes for a lost node.
-        if self.ended and self.fileno() >= 0:
-            loop = asyncio.get_running_loop()
-            if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
-                self._loop, self._silent = loop, loop.call_later(_SILENT_S, _hang_up, self._link)
-        return received
-
-    def close(self) -> None:
-        """Close the channel. Idempotent."""
-        if self._silent is not None:
-            self._silent.cancel()
-        super().close()
-
-
-def _hang_up(link: Link) -> None:
-    # Not `close`: the event loop still watches the descriptor, whose number another socket could get. The pool sees the
-    # end, and releases the worker.
-    shut_down(link.sock)
-
-
 class RemoteWorker(Watched):
     """A logical worker at a node. See `WorkerHandle`."""
 
@@ -397,7 +362,7 @@ class RemoteWorker(Watched):
             sock.close()
             raise
         sock.setblocking(False)
-        return _PassedChannel(sock, self._link)
+        return PassedChannel(sock, self._link)
 
     @property
     def works(self) -> bool:
@@ -479,7 +444,7 @@ class RemoteWorker(Watched):
             self.channel.ended = True
             # The reason that `_death` reports. With `unreadable`, `death` does not take it for a move.
             self._moved = why
-            _hang_up(self._link)  # makes `death_fd` readable
+            hang_up_soon(self._link)  # makes `death_fd` readable
         else:
             self.channel.distrust(why)
         return True
@@ -504,13 +469,13 @@ class RemoteWorker(Watched):
         """End once its tasks are answered. A worker on this machine ends at once."""
         self._moved = "another node has come, which takes its part"
         if self._direct:
-            _hang_up(self._link)
+            hang_up_soon(self._link)
         else:
             self.channel.leave(self._moved)
 
     def kill(self) -> None:
         """Shut the connection down. The pool then notices an end; `release` follows."""
-        _hang_up(self._link)
+        hang_up_soon(self._link)
 
     def request_stop(self) -> None:
         """Close the sending side; the node then ends the worker's tasks."""
