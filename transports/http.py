@@ -40,6 +40,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
             `list` raises.
         retry: which failures are retried and for how long. Default: `RetryPolicy()`.
         requests: maximum number of concurrent requests, and so of connections; an open stream is one. Default 256.
+            A server gets five new connections at a time, and more as it answers.
         connect_s: seconds for an address to accept a connection. Default 10.
         first_byte_s: seconds until a request's response begins, including the connection. Default 60.
         stalled_s: seconds without new bytes after which a response counts as broken. Default 30.

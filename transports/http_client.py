@@ -135,6 +135,10 @@ class HttpClient(RetryingClient[HttpSession]):
         """Return the URL of an object, or of the root, without secrets, like `RetryingClient.where`."""
         return self.root if path is None else safe_url(self.url(path))
 
+    async def turn(self) -> float:
+        """Wait until a request needs no new connection to the root's server, or may open one. Returns the seconds."""
+        return await self.owner.use().turn(self._origin)
+
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
         """Send a request, follow redirects, and return the response, whatever its status; the caller releases it."""
         target = self.url(path)[len(self._site) :].partition("#")[0]

@@ -135,6 +135,10 @@ class HttpDownload(Download[HttpClient, Version]):
             raise RequestFailed.corrupt(name)
         super()._finish()
 
+    async def _take_slot(self) -> None:
+        await super()._take_slot()
+        self._queued_s += await self._client.turn()
+
     async def _request(self, scope: Scope, measure: str = "") -> Response:
         """Take a slot and request the remaining bytes; or, with `measure` as the method, the object's size."""
         await self._take_slot()

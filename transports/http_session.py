@@ -13,10 +13,13 @@ whose connections are known.
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
+from asyncloader.transports.http_connecting import Connecting
 from asyncloader.transports.http_names import SystemResolver
 
 if TYPE_CHECKING:
@@ -45,11 +48,13 @@ class _Server(NamedTuple):
         request: by which the pool knows the server's connections, and makes more.
         fields: the headers of every request: name and value, by the name in small letters.
         lines: the same, as sent.
+        connecting: the connections to it that are being opened.
     """
 
     request: aiohttp.ClientRequest
     fields: dict[str, tuple[str, str]]
     lines: str
+    connecting: Connecting
 
 
 class HttpResponse:
@@ -62,18 +67,20 @@ class HttpResponse:
         content: the body, as it arrives.
     """
 
-    __slots__ = ("_connection", "_origin", "_target", "content", "headers", "reason", "status")
+    __slots__ = ("_give_back", "_origin", "_target", "content", "headers", "reason", "status")
 
-    def __init__(self, origin: Origin, target: str, message: Any, content: Any, connection: Any) -> None:
+    def __init__(
+        self, origin: Origin, target: str, message: Any, content: Any, give_back: Callable[[], object]
+    ) -> None:
         self.status: int = message.code
         self.reason: str = message.reason
         self.headers: Mapping[str, str] = message.headers
         self.content: aiohttp.StreamReader = content
         self._origin = origin
         self._target = target
-        self._connection = connection
+        self._give_back = give_back
         # At the body's end the connection is free, whoever has read how much of the body.
-        content.on_eof(connection.release)
+        content.on_eof(give_back)
 
     @property
     def url(self) -> URL:
@@ -82,7 +89,7 @@ class HttpResponse:
 
     def release(self) -> None:
         """Give the connection back to the pool, which keeps it if the body has arrived to its end. Idempotent."""
-        self._connection.release()
+        self._give_back()
 
 
 Response: TypeAlias = "HttpResponse | aiohttp.ClientResponse"
@@ -135,11 +142,7 @@ class HttpSession:
         if proxy is not None or not self._known:
             url = url_of(origin, target)
             return await self._session.request(method, url, headers=headers, allow_redirects=False, proxy=proxy)
-        server = self._servers.get(origin)
-        if server is None:
-            if len(self._servers) == MOST_ORIGINS:
-                self._servers.clear()
-            server = self._servers[origin] = self._server(origin)
+        server = self._server(origin)
         lines = server.lines
         if headers:
             lines = _lines(server.fields | _by_name(headers))
@@ -148,12 +151,31 @@ class HttpSession:
             raise ValueError(f"a URL with a control character: {target.partition('?')[0]!r}; escape it")
         head = f"{method} {target} HTTP/1.1\r\n{lines}\r\n".encode()
         try:
-            return HttpResponse(origin, target, *await self._exchange(server.request, method, head))
+            return HttpResponse(origin, target, *await self._exchange(server, method, head))
         except Exception as error:
             # The server may have closed an idle connection just when the request was sent.
             if not _has_broken(error):
                 raise
-        return HttpResponse(origin, target, *await self._exchange(server.request, method, head))
+        return HttpResponse(origin, target, *await self._exchange(server, method, head))
+
+    async def turn(self, origin: Origin) -> float:
+        """Wait until a request to this server needs no new connection, or may open one. Returns the seconds."""
+        server = self._server(origin)
+        if self._has_idle(server) or not server.connecting.full:
+            return 0.0
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        await self._wait_for_connection(server)
+        return loop.time() - began
+
+    async def _wait_for_connection(self, server: _Server) -> bool:
+        """Wait as `turn`. Returns whether the pool has a connection."""
+        while not (idle := self._has_idle(server)) and server.connecting.full:
+            await server.connecting.change()
+        return idle
+
+    def _has_idle(self, server: _Server) -> bool:
+        return bool(self._connector._conns.get(server.request.connection_key))
 
     async def close(self) -> None:
         """Close all connections."""
@@ -169,14 +191,36 @@ class HttpSession:
         self._session.detach()
         return self
 
-    async def _exchange(self, request: aiohttp.ClientRequest, method: str, head: bytes) -> tuple[Any, Any, Any]:
-        """Send a request's head. Return that of the response, its body, and the connection."""
+    async def _exchange(self, server: _Server, method: str, head: bytes) -> tuple[Any, Any, Callable[[], object]]:
+        """Send a request's head. Return that of the response, its body, and what gives the connection back."""
+        request, connecting = server.request, server.connecting
+        # Again: other requests may have come since its `turn`, or it is a redirect.
+        if await self._wait_for_connection(server):
+            return await self._exchange_at(server, method, head, await self._connect(request))
+        loop = asyncio.get_running_loop()
+        began, seconds = loop.time(), None
+        connecting.begin()
         try:
-            connection = await self._connector.connect(request, traces=[], timeout=self._timeout)
+            connection = await self._connect(request)
+            connecting.opened(began, loop.time())
+            answer = await self._exchange_at(server, method, head, connection)
+            seconds = loop.time() - began
+            return answer
+        finally:
+            connecting.end(seconds)
+
+    async def _connect(self, request: aiohttp.ClientRequest) -> Any:
+        try:
+            return await self._connector.connect(request, traces=[], timeout=self._timeout)
         except TimeoutError as error:
             import aiohttp
 
             raise aiohttp.ConnectionTimeoutError(f"no connection to {request.url} in time") from error
+
+    async def _exchange_at(
+        self, server: _Server, method: str, head: bytes, connection: Any
+    ) -> tuple[Any, Any, Callable[[], object]]:
+        """Send a request's head over this connection, as `_exchange`."""
         try:
             protocol = connection.protocol
             # A connection that has received something while it was idle: that would be taken for this response.
@@ -198,16 +242,28 @@ class HttpSession:
 
             if not isinstance(error, HttpProcessingError):
                 raise
-            raise ClientResponseError(request.request_info, (), status=error.code, message=error.message) from error
-        return message, content, connection
+            raise ClientResponseError(
+                server.request.request_info, (), status=error.code, message=error.message
+            ) from error
+        return message, content, partial(_give_back, connection, server.connecting)
 
     def _server(self, origin: Origin) -> _Server:
+        if (known := self._servers.get(origin)) is not None:
+            return known
         import aiohttp
 
+        if len(self._servers) == MOST_ORIGINS:
+            self._servers.clear()
         url = url_of(origin, "/")
         request = aiohttp.ClientRequest("GET", url, loop=self._connector._loop, session=self._session)
         fields = _by_name({"Host": url.host_port_subcomponent or "", **_FIELDS, "Accept": "*/*"})
-        return _Server(request, fields, _lines(fields))
+        made = self._servers[origin] = _Server(request, fields, _lines(fields), Connecting())
+        return made
+
+
+def _give_back(connection: Any, connecting: Connecting) -> None:
+    connection.release()
+    connecting.wake()
 
 
 def url_of(origin: Origin, target: str) -> URL:

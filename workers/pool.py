@@ -33,7 +33,7 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Listener
 from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.ring import install_fork_hook
-from asyncloader.workers.source import WorkerHandle, WorkerSource
+from asyncloader.workers.source import WorkerHandle, WorkerSource, shortage_of
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.stopping import stop_at_exit
 from asyncloader.workers.watchdog import TaskWatchdog
@@ -135,6 +135,7 @@ class WorkerPool:
 
         Raises:
             LoaderClosed: the pool was stopped while they were made.
+            OSError: too few descriptors are left for them; the text has the limit and the need.
         """
         made: list[WorkerHandle] = []
         try:
@@ -149,13 +150,15 @@ class WorkerPool:
                         self._spare.add(process)
                         if self._stopped:
                             raise LoaderClosed("the workers were stopped")
-        except BaseException:
+        except BaseException as error:
             with self._making:
                 if not self._stopped:
                     # `discard` ends spare processes only, and Ctrl-C may have struck before the last process was added.
                     self._spare.update(made)
             for process in made:
                 self.discard(process)
+            if (shortage := shortage_of(error, len(setup.starts))) is not None:
+                raise shortage from error
             raise
         return made
 

@@ -10,6 +10,7 @@ answers and all above it are the same for both.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -33,6 +34,7 @@ from asyncloader.workers.stacks import Report
 
 THREADS = "threads"
 """The loaders' `workers=` for threads of this process."""
+_DESCRIPTORS = 8  # of this process, that one worker takes, by the start method that takes most, and with a new ring
 
 
 class WorkerHandle(Protocol):
@@ -228,6 +230,21 @@ class WorkerSource(Protocol):
     def close(self) -> None:
         """Close the source's own descriptors. No worker is left."""
         ...
+
+
+def shortage_of(error: BaseException, workers: int) -> OSError | None:
+    """Return an error that says how many files these workers need, if the error is that no more may be opened."""
+    if not isinstance(error, OSError) or error.errno != errno.EMFILE:
+        return None
+    import resource  # late: Windows has none
+
+    return OSError(
+        errno.EMFILE,
+        f"{os.strerror(errno.EMFILE)}: this process may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}, and the "
+        f"loader's {workers} workers take up to {_DESCRIPTORS} each, {_DESCRIPTORS * workers} together, besides the "
+        "files of the program itself: raise the limit (ulimit -n, or resource.setrlimit), or give a smaller "
+        "num_workers",
+    )
 
 
 def _nothing() -> None:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
 from asyncloader.errors import WorkerDied
+from asyncloader.socket_folder import shorten_multiprocessing
 from asyncloader.workers.bootstrap import gc_paused
 from asyncloader.workers.default_signals import signals_blocked
 from asyncloader.workers.main_guard import about_main, leave_if_importing_main
@@ -24,6 +26,7 @@ def start(process: Any, context: Any, worker_id: int) -> None:
         WorkerDied: the fork server has ended.
         SystemExit: this process still imports its main module; see `leave_if_importing_main`.
         OSError: the process could not be started.
+        FileNotFoundError: this process's working directory, in which it would begin, was removed.
     """
     method = context.get_start_method()
     leave_if_importing_main(method)
@@ -33,8 +36,16 @@ def start(process: Any, context: Any, worker_id: int) -> None:
         with gc_paused(), signals_blocked():
             process.start()
         return
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"the working directory of this process was removed, and a worker by {method!r} begins there: call "
+            "os.chdir() with a folder that exists, before the loader starts its workers"
+        ) from None
     if method == "forkserver":
         preload_in_fork_server(context)
+        shorten_multiprocessing()
     try:
         with file_of_main_hidden():
             try:

@@ -59,7 +59,7 @@ from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.source import WorkerHandle
+from asyncloader.workers.source import WorkerHandle, shortage_of
 
 if TYPE_CHECKING:
     from asyncloader.epoch.tuning import EpochTuning
@@ -395,10 +395,10 @@ class Pipeline(Listener):
             warning = f"DataLoader worker {worker} died and was replaced. {self._loss}"
         self.notices.append(Notice(left, warning))
         death, lost = self._deaths.pop(worker)
-        if lost:
+        if lost and death.reason:  # without a reason, its source has said why
             ended = "" if death.exitcode is None else f" Its process died: {ending(death.exitcode)}."
             _log.warning("worker %d goes on elsewhere. %s%s", worker, death.reason, ended)
-        else:
+        elif not lost:
             why = "its memory had grown beyond worker_memory_limit" if left else ending(death.exitcode)
             reason = f"{why}. {death.reason}".removesuffix(". ") if death.pid else death.reason
             who = f"pid {death.pid}" if death.pid else "a thread"
@@ -434,8 +434,7 @@ class Pipeline(Listener):
         try:
             self._carry_out(self._scheduler.handle(event))
         except Exception as error:
-            # No memory for a larger ring, no descriptors left, an index that does not pickle.
-            self._fail(error)
+            self._fail(shortage_of(error, len(self._pool.processes)) or error)
 
     def _fail(self, error: Exception) -> None:
         """End the epoch with this error, which the consumer gets. `close` follows, and waits for the sampler's end."""

@@ -20,8 +20,8 @@ from typing import Any
 
 from asyncloader.errors import LoaderError
 from asyncloader.live.snapshot import VERSION
-from asyncloader.live.socket_folder import folder, sockets
 from asyncloader.service.protocol.sockets import check_peer
+from asyncloader.socket_folder import folder, sockets
 
 _MOST_LINE = 1 << 22
 _MOST_TRACE = 1 << 28

@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 from asyncloader.live.broadcast import EVENTS, LINES, Broadcast
 from asyncloader.live.http_requests import MOST_HEAD, Answer200, AnswerError, answer, trace_seconds
 from asyncloader.live.page import CONTENT_SECURITY_POLICY, PAGE
-from asyncloader.live.socket_folder import bind_socket
 from asyncloader.service.protocol.sockets import check_peer
+from asyncloader.socket_folder import bind_socket
 
 _log = logging.getLogger("asyncloader")
 

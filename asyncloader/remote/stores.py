@@ -24,7 +24,7 @@ import pickle
 import re
 import weakref
 from collections.abc import Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
@@ -110,8 +110,10 @@ class Stores:
         self._cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._cache_bytes = optional_size("cache_bytes", cache_bytes)
         self._cache_revalidate = cache_revalidate
-        # Kept, because a worker may have another working directory.
-        self._folder = os.getcwd()  # noqa: PTH109 - a string, as the paths
+        # Kept, because a worker may have another working directory. Only relative paths need it: it may be removed.
+        self._folder = ""
+        with suppress(FileNotFoundError):
+            self._folder = os.getcwd()  # noqa: PTH109 - a string, as the paths
         self._open: dict[str, Transport] = {}
         self._owned = False
 
@@ -238,6 +240,8 @@ class Stores:
             if parts.query or parts.fragment:
                 raise ValueError(f"{url!r} holds a bare '?' or '#'; escape it as %3F or %23, or give a plain path")
             path = _unquote(parts.path)
+        if not (self._folder or path.startswith("/")):
+            raise ValueError(f"{url!r} is relative to the working directory, which was removed: give an absolute path")
         whole = os.path.normpath(os.path.join(self._folder, path)).strip("/")  # noqa: PTH118 - strings in, strings out
         return whole + "/" if path.endswith("/") and whole else whole
 

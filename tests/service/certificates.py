@@ -13,14 +13,17 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def make_authority(folder: Path, name: str = "ca") -> dict[str, str]:
-    """Write files: ``ca``, and certificate and key of a node (for 127.0.0.1 and localhost) and of a loader."""
+def make_authority(folder: Path, name: str = "ca", *, days: int = 1) -> dict[str, str]:
+    """Write files: ``ca``, and certificate and key of a node (for 127.0.0.1 and localhost) and of a loader.
+
+    The certificates end in this number of days.
+    """
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority = _certificate(name, authority_key, name, authority_key, authority=True)
     files = {"ca": _write(folder / f"{name}.pem", _pem(authority))}
     for who in ("node", "loader"):
         key = ec.generate_private_key(ec.SECP256R1())
-        made = _certificate(who, key, name, authority_key, authority=False)
+        made = _certificate(who, key, name, authority_key, authority=False, days=days)
         files[f"{who}_cert"] = _write(folder / f"{name}-{who}.pem", _pem(made))
         plain = key.private_bytes(
             serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -29,7 +32,9 @@ def make_authority(folder: Path, name: str = "ca") -> dict[str, str]:
     return files
 
 
-def _certificate(subject: str, key: Any, issuer: str, issuer_key: Any, *, authority: bool) -> x509.Certificate:
+def _certificate(
+    subject: str, key: Any, issuer: str, issuer_key: Any, *, authority: bool, days: int = 1
+) -> x509.Certificate:
     now = dt.datetime.now(dt.UTC)
     builder = (
         x509.CertificateBuilder()
@@ -37,8 +42,8 @@ def _certificate(subject: str, key: Any, issuer: str, issuer_key: Any, *, author
         .issuer_name(_named(issuer))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=1))
+        .not_valid_before(now - dt.timedelta(days=2))
+        .not_valid_after(now + dt.timedelta(days=days))
         .add_extension(x509.BasicConstraints(ca=authority, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)

@@ -29,6 +29,7 @@ from tests.service.serving import NodeProcess, serving
 
 OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "num_workers": 8}
 FEW_FILES = ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash"]
+FEWER_FILES = ["bash", "-c", 'ulimit -n 128; exec "$@"', "bash"]
 
 
 def left(pid: int) -> tuple[int, int]:
@@ -90,6 +91,23 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         with DataLoader[Any](served, **options) as local:
             assert_same(got, list(local))
         node.kill()  # not asked to exit: without a descriptor left, uvloop's end is a traceback in the process's log
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize("place", ["tcp", "unix"])
+def test_a_node_without_files_for_all_workers(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Has as many as it has files for, which do the tasks of all; the log says it once."""
+    options: dict[str, Any] = {**OPTIONS, "num_workers": 64}
+    with (
+        serving(tmp_path, ["numbers"], "--open", "numbers", within=FEWER_FILES, workers=1) as node,
+        DataLoader[Any](definitions.numbers(400), **options, workers=getattr(node, place)) as loader,
+    ):
+        got = [list(loader) for _ in range(2)]
+    with DataLoader[Any](definitions.numbers(400), batch_size=4, seed=5) as local:
+        assert_same(got, [list(local) for _ in range(2)])
+    said = {record.getMessage().partition(" of the 64 workers do all tasks")[2] for record in caplog.records}
+    assert len(said) == 1
+    assert "ulimit -n" in said.pop()
 
 
 async def test_a_node_that_can_open_no_more_files() -> None:

@@ -5,6 +5,7 @@ All functions block; the loader calls them in threads that may wait.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import select
@@ -185,6 +186,7 @@ def _handshake(
 
     Raises:
         Unreachable: the node cannot be reached, or refuses.
+        OSError: this process may open no more files.
     """
     link: Link | None = None
     # Outside of the `try`: arguments that cannot be sent are an error of this loader, and no other node would take
@@ -212,11 +214,22 @@ def _handshake(
     except (OSError, ValueError, TypeError, Unreachable) as error:
         if link is not None:
             link.close()
+        if getattr(error, "errno", None) == errno.EMFILE:
+            raise  # this process may open no more files, which is no fault of the node
         text = getattr(error, "strerror", None) or str(error) or type(error).__name__
         # A wrong certificate, or a node without TLS, does not change while the loader waits.
         final = getattr(error, "final", False) or isinstance(error, ssl.SSLCertVerificationError)
-        if isinstance(error, ssl.SSLError) and error.reason in _NO_TLS:
+        reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
+        if reason in _NO_TLS:
             text, final = "it does not speak TLS: start the node with --tls-cert, or leave tls_ca= out", True
+        elif "ALERT" in reason and service.tls_cert is None:
+            text, final = "it asks for a certificate: set Service(tls_cert=, tls_key=)", True
+        elif "ALERT" in reason:
+            why = reason.partition("ALERT_")[2].replace("_", " ").lower()
+            text = (
+                f"it refuses the certificate tls_cert={service.tls_cert!r} ({why}): give one that is valid, and that "
+            )
+            text, final = text + "an authority of the node's --tls-ca has signed", True
         raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
 
 
@@ -269,7 +282,7 @@ def answer_of(
                 raise ValueError(f"it sent a message of kind {message.header.kind}, where {kind} was due")
             return message.body
         if link.ended:
-            raise ConnectionError("it closed the connection")
+            raise link.alert or ConnectionError("it closed the connection")
         left = deadline - monotonic()
         if left <= 0 or not poll.poll(1000 * left):
             if deadline < last:
@@ -304,6 +317,7 @@ def on_any_node(
 
     Raises:
         ServiceUnavailable: no node could be used, and no other connection delivered, for `service.wait` seconds.
+        OSError: this process may open no more files.
     """
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
     repeated = False  # whether all nodes had refused finally in the round before
@@ -339,6 +353,8 @@ def on_any_node(
                 if error.final:
                     unlike.append(str(error))
             except (OSError, ValueError) as error:
+                if getattr(error, "errno", None) == errno.EMFILE:
+                    raise
                 answers[address], final = f"{address}: {line_of(str(error), _MOST_TEXT)}", False
             else:
                 # Only with a node that can be used: otherwise the error names them all. A user should know that a node

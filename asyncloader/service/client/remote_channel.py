@@ -21,13 +21,15 @@ from time import perf_counter
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.connection import Link, shut_down
 from asyncloader.service.protocol.frames import Header
 from asyncloader.tracing.spans import with_asked
 from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.ring import WorkerRing
 
+_SILENT_S = 3.0  # for the node's report of a death: longer than the node waits for a process that may be dying
 _CHECK_S = 0.65  # between two checks of a node with tasks
 _MOST_PINGS = 2  # without any byte in return: the next check gives the node up
 _MOST_PAYLOAD = 1 << 40  # whether there is memory for a payload is checked when it is placed
@@ -300,3 +302,38 @@ class RemoteChannel:
         if self.gone_fd >= 0:
             os.close(self.gone_fd)
             self.gone_fd = -1
+
+
+class PassedChannel(Channel):
+    """The loader's end of a worker connection to a process of this machine, without the node in between."""
+
+    def __init__(self, sock: socket.socket, link: Link) -> None:
+        super().__init__(sock)
+        self._link = link
+        self._silent: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
+
+    def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Yield the complete frames. See `Channel.receive`."""
+        received = super().receive(wait=wait)
+        # The end of this channel is the end of the worker, but only the node reports how it ended, over the other
+        # connection, for which the pool waits. A process that lives on without its end of the channel has no such
+        # report: after a time the connection is shut down, which the pool takes for a lost node.
+        if self.ended and self.fileno() >= 0:
+            loop = asyncio.get_running_loop()
+            if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
+                self._loop, self._silent = loop, loop.call_later(_SILENT_S, hang_up_soon, self._link)
+        return received
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        if self._silent is not None:
+            self._silent.cancel()
+        super().close()
+
+
+def hang_up_soon(link: Link) -> None:
+    """Shut a connection down: the pool sees its end."""
+    # Not `close`: the event loop still watches the descriptor, whose number another socket could get. The pool sees the
+    # end, and releases the worker.
+    shut_down(link.sock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import secrets
 import select
@@ -17,7 +18,7 @@ import socket
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
@@ -35,7 +36,7 @@ from asyncloader.service.client.connect import (
 from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.client.node_choice import node_order, to_move
 from asyncloader.service.client.node_health import NodeHealth
-from asyncloader.service.client.remote_channel import RemoteChannel
+from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
@@ -54,13 +55,18 @@ from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report
 
+_log = logging.getLogger("asyncloader")
+
 _MOST_THREADS = 16
 _STANDS_S = 4.0
 """Seconds after which a connection with tasks counts as standing: its node has answered pings, or was given up."""
 _MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of a node's report of a death
-_SILENT_S = 3.0  # for the node's report of a death: longer than the node waits for a process that may be dying
 _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides the time of its processes."""
+
+
+class _Full(Exception):
+    """No node has room for one more worker of this loader, which has some."""
 
 
 class ServiceWorkers:
@@ -90,6 +96,9 @@ class ServiceWorkers:
         self._delivered = 0.0  # when it last found more of them
         # Several threads connect at a time, while the loop's thread notes the ends of workers.
         self._lock = threading.Lock()
+        self._places = 1  # nodes, as of the last search
+        self._absent: set[int] = set()  # workers for which the nodes had no room at the start
+        self._room = threading.Event()  # set when a node may have room since, and at the end
 
     def obstacle(self) -> str:
         """Return "": the nodes' definition does not change, so workers can be replaced."""
@@ -109,22 +118,53 @@ class ServiceWorkers:
             return
         with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
             # The block ends when all threads have ended: beside an error, each open connection is among the results.
-            futures = [threads.submit(self._connect, worker, setup) for worker in wanted]
+            futures = [threads.submit(self._connect, worker, setup, first=True) for worker in wanted]
+        failed = [error for future in futures if (error := future.exception()) is not None]
+        full = [error for error in failed if isinstance(error, _Full)]
         made = [future.result() for future in futures if future.exception() is None]
         # With an error, or if the pool closes the generator early, the workers that it did not get are released.
         try:
-            failed = next((future.exception() for future in futures if future.exception() is not None), None)
-            if failed is not None:
-                raise failed
+            if len(full) < len(failed):
+                raise next(error for error in failed if not isinstance(error, _Full))
+            if full:
+                there = len(made)
+                self._absent.update(worker for worker, each in zip(wanted, futures, strict=True) if each.exception())
+                # In order: the pool has its workers by their numbers.
+                made = [
+                    _Absent(worker) if worker in self._absent else each.result()
+                    for worker, each in zip(wanted, futures, strict=True)
+                ]
+                _log.warning("%d of the %d workers do all tasks: %s", there, len(wanted), full[0])
             while made:
                 yield made.pop(0)
         finally:
             for worker in made:
                 worker.release()
 
-    def _connect(self, worker: int, setup: WorkerSetup) -> RemoteWorker:
+    def _connect(self, worker: int, setup: WorkerSetup, *, first: bool = False) -> RemoteWorker:
+        while worker in self._absent and not self._closed.is_set():
+            self._room.wait()
+            if not self._closed.is_set():
+                self._room.clear()
+            with contextlib.suppress(_Full):
+                made = self._search(worker, setup, dispensable=True)
+                self._absent.discard(worker)
+                return made
+        return self._search(worker, setup, dispensable=first)
+
+    def _search(self, worker: int, setup: WorkerSetup, *, dispensable: bool) -> RemoteWorker:
+        refusals = 0
+
         def use(node: NodeConnection) -> RemoteWorker:
-            return self._open(node, worker, setup)
+            nonlocal refusals
+            try:
+                return self._open(node, worker, setup)
+            except Unreachable as error:
+                refusals += not error.final
+                # Tasks of a map dataset may go to any worker, so the others can do without this worker.
+                if dispensable and not setup.iterable and self._made and refusals >= self._places:
+                    raise _Full(f"{node.address}: {error}") from None
+                raise
 
         # A new node of this machine ends with its last connection. A connection of this process keeps it for later
         # epochs.
@@ -141,6 +181,7 @@ class ServiceWorkers:
             ServiceUnavailable: for `Service.wait` seconds connections were made, and none delivered.
         """
         now = monotonic()
+        self._places = len(addresses)
         with self._lock:
             # Threads that connect at the same time count no workers yet; each begins at another node.
             turn = self._next
@@ -175,6 +216,7 @@ class ServiceWorkers:
 
     def _ended(self, worker: RemoteWorker, why: str) -> None:
         """Note that a worker has ended. `why` is empty if its task or this loader was the cause."""
+        self._room.set()
         with self._lock:
             every = self._every_answer()
             if not worker.counted:
@@ -206,7 +248,12 @@ class ServiceWorkers:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
         """Call `changed` when nodes have come or gone. Returns a function that ends this."""
-        return self._service.watch(changed)
+
+        def has_room() -> None:
+            self._room.set()
+            changed()
+
+        return self._service.watch(has_room)
 
     def rebalance(self, workers: Sequence[RemoteWorker]) -> None:
         """Have workers leave for nodes that have come."""
@@ -250,6 +297,7 @@ class ServiceWorkers:
     def close(self) -> None:
         """Let threads that look for a node stop."""
         self._closed.set()
+        self._room.set()
 
 
 _live: LiveObjects[RemoteWorker] = LiveObjects()
@@ -259,40 +307,6 @@ def _forget_all() -> None:
     """In a forked child: close its copies of all connections, which would keep them open after the loader's end."""
     for worker in _live:
         worker.release()
-
-
-class _PassedChannel(Channel):
-    """The loader's end of a worker connection to a process of this machine, without the node in between."""
-
-    def __init__(self, sock: socket.socket, link: Link) -> None:
-        super().__init__(sock)
-        self._link = link
-        self._silent: asyncio.TimerHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
-
-    def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
-        """Yield the complete frames. See `Channel.receive`."""
-        received = super().receive(wait=wait)
-        # The end of this channel is the end of the worker, but only the node reports how it ended, over the other
-        # connection, for which the pool waits. A process that lives on without its end of the channel has no such
-        # report: after a time the connection is shut down, which the pool takes for a lost node.
-        if self.ended and self.fileno() >= 0:
-            loop = asyncio.get_running_loop()
-            if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
-                self._loop, self._silent = loop, loop.call_later(_SILENT_S, _hang_up, self._link)
-        return received
-
-    def close(self) -> None:
-        """Close the channel. Idempotent."""
-        if self._silent is not None:
-            self._silent.cancel()
-        super().close()
-
-
-def _hang_up(link: Link) -> None:
-    # Not `close`: the event loop still watches the descriptor, whose number another socket could get. The pool sees the
-    # end, and releases the worker.
-    shut_down(link.sock)
 
 
 class RemoteWorker(Watched):
@@ -348,7 +362,7 @@ class RemoteWorker(Watched):
             sock.close()
             raise
         sock.setblocking(False)
-        return _PassedChannel(sock, self._link)
+        return PassedChannel(sock, self._link)
 
     @property
     def works(self) -> bool:
@@ -430,7 +444,7 @@ class RemoteWorker(Watched):
             self.channel.ended = True
             # The reason that `_death` reports. With `unreadable`, `death` does not take it for a move.
             self._moved = why
-            _hang_up(self._link)  # makes `death_fd` readable
+            hang_up_soon(self._link)  # makes `death_fd` readable
         else:
             self.channel.distrust(why)
         return True
@@ -455,13 +469,13 @@ class RemoteWorker(Watched):
         """End once its tasks are answered. A worker on this machine ends at once."""
         self._moved = "another node has come, which takes its part"
         if self._direct:
-            _hang_up(self._link)
+            hang_up_soon(self._link)
         else:
             self.channel.leave(self._moved)
 
     def kill(self) -> None:
         """Shut the connection down. The pool then notices an end; `release` follows."""
-        _hang_up(self._link)
+        hang_up_soon(self._link)
 
     def request_stop(self) -> None:
         """Close the sending side; the node then ends the worker's tasks."""
@@ -479,3 +493,21 @@ class RemoteWorker(Watched):
 
     def __repr__(self) -> str:
         return f"<RemoteWorker {self.worker_id} at {self.node}>"
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing when an absent worker has ended."""
+
+
+class _Absent(RemoteWorker):
+    """A worker for which no node had room: it is lost from the beginning, and its tasks go to the others."""
+
+    def __init__(self, worker_id: int) -> None:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        super().__init__(worker_id, 0, "no node", Link(ours), _nothing)
+
+    def death(self) -> WorkerDied:
+        """Return an error without a reason: the log has it, once for all such workers."""
+        self.lost = True
+        return WorkerDied(self.worker_id, 0, None)

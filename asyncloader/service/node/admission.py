@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -84,3 +85,20 @@ def find_served(everything: Mapping[str, Served], hello: Hello) -> tuple[Served,
 def as_text(arguments: Mapping[str, Any]) -> str:
     """Format a definition's arguments for a log line or an error."""
     return ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
+
+
+def tls_refusal(error: Exception) -> str:
+    """Return why one side refuses the other's certificate; empty if the connection ended for another reason."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not valid here: {error.verify_message}"
+    reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
+    if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it has no certificate: set Service(tls_cert=, tls_key=)"
+    why = reason.partition("ALERT_")[2].replace("_", " ").lower()
+    return why and f"it refuses this node's certificate: {why}"
+
+
+def dataset_key(target: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a key for the dataset of a definition with these arguments."""
+    # `default`, because a `Path` is no JSON: `convert` makes one of a text where the annotation says so.
+    return target, json.dumps(arguments, sort_keys=True, default=str)

@@ -6,6 +6,7 @@ Data path: connection -> [async_io] -> node.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections.abc import Coroutine
@@ -16,6 +17,7 @@ from asyncloader.service.protocol.connection import Link, Message
 from asyncloader.service.protocol.dead_peers import end_when_dead
 
 _SIGN_OF_LIFE_S = 5.0
+_CLOSES_S = 3.0  # for a peer to close a connection that was refused
 _TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _T = TypeVar("_T")
@@ -41,7 +43,8 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
     """Set keepalive, and carry out the TLS handshake if `tls` is given. Returns the socket to read from.
 
     Raises:
-        OSError: the handshake failed.
+        ssl.SSLError: a side refuses the other's certificate, or the peer does not follow the protocol.
+        OSError: the connection ended.
     """
     if sock.family == socket.AF_UNIX:
         return sock
@@ -58,11 +61,29 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
     try:
         while (wants := _continue_handshake(secured)) is not None:
             await _ready(secured, read=wants)
+    except ssl.SSLError:
+        await _close_behind_alert(socket.socket(fileno=secured.detach()))
+        raise
     except BaseException:
         secured.close()
         raise
     end_when_dead(secured)
     return secured
+
+
+async def _close_behind_alert(sock: socket.socket) -> None:
+    """Close a connection whose last bytes, already sent, are the reason of its end; wait until the peer has closed it.
+
+    A socket that is closed while bytes are unread resets the connection, and the peer may lose the reason. In TLS 1.3
+    it has sent its first message already when its certificate is refused.
+    """
+    with sock, contextlib.suppress(OSError, TimeoutError):
+        sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(_CLOSES_S):
+            read = True
+            while read:
+                await _ready(sock, read=True)
+                read = bool(sock.recv(1 << 16))
 
 
 def _continue_handshake(secured: ssl.SSLSocket) -> bool | None:

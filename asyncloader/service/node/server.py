@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import socket
 import ssl
@@ -20,12 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncloader.service.node.admission import Refused, Served, as_text, find_served
+from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
 from asyncloader.service.node.async_io import message_of, secure, send_whole, speaks_tls, wait_for
 from asyncloader.service.node.epoch_cache import EpochCache
 from asyncloader.service.node.local_connection import LocalConnection
 from asyncloader.service.node.memory_quota import MemoryQuota
-from asyncloader.service.node.sessions import OpenConnection, Session
+from asyncloader.service.node.sessions import OpenConnection, Session, check_files
 from asyncloader.service.node.shared_epoch_connection import SharedEpochConnection
 from asyncloader.service.node.worker_connections import RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
@@ -147,7 +146,7 @@ class Node:
         self._served.setdefault(served.definition.name, served)
 
     def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
-        key = (*_dataset_key(served.target, arguments), threads)
+        key = (*dataset_key(served.target, arguments), threads)
         host = self._hosts.get(key)
         if host is not None and host.given_up:  # a loader asks again
             self._drop(key)
@@ -334,7 +333,10 @@ class Node:
                     sock = await secure(sock, self._tls)
                 link = Link(sock, frames.MOST_HANDSHAKE)
         except (OSError, TimeoutError) as error:
-            _log.debug("a connection ended in its handshake: %r", error, extra=by)
+            why = tls_refusal(error)
+            self.refusals += bool(why)
+            level = logging.INFO if why else logging.DEBUG
+            _log.log(level, "a loader at %s was refused: %s", peer, why or repr(error), extra=by)
             sock.close()
             return
         # The link has the socket now. A connection that takes the link closes it; otherwise it is closed below.
@@ -347,10 +349,8 @@ class Node:
             opened = await self._handshake(link, peer)
         except (Refused, NotMade, ValueError) as error:
             self.refusals += 1
-            text, for_now = (
-                line_of(str(error), _REFUSAL),
-                isinstance(error, NotMade) or getattr(error, "for_now", False),
-            )
+            text = line_of(str(error), _REFUSAL)
+            for_now = isinstance(error, NotMade) or getattr(error, "for_now", False)
             _log.info("a loader at %s was refused: %s", peer, text, extra=by)
             with contextlib.suppress(OSError):
                 if tls != wanted:
@@ -478,7 +478,7 @@ class Node:
             nonlocal connection
             kill = partial(host.kill, number)
             if opening.share:
-                dataset = _dataset_key(served.target, host.setup.arguments)
+                dataset = dataset_key(served.target, host.setup.arguments)
                 connection = SharedEpochConnection(link, sock, opening, quota, ended, kill, self._cache, dataset)
             elif link.sock.family == socket.AF_UNIX:
                 passed.append(sock)  # the loader gets it: its frames do not pass through the node
@@ -497,6 +497,7 @@ class Node:
         quota.connections += 1
         try:
             await wait_for(host.begun(), link)
+            check_files(link.fileno(), len(self._connections))
             number, pid = await host.open(opening, info, make_end)
         except BaseException as error:
             self._forget(quota)
@@ -525,11 +526,6 @@ class Node:
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
         if not self.sessions:  # no loader is left that could ask for a batch again
             self._cache.clear()
-
-
-def _dataset_key(target: str, arguments: Mapping[str, Any]) -> tuple[str, str]:
-    # `default`, because a `Path` is no JSON: `convert` makes one of a text where the annotation says so.
-    return target, json.dumps(arguments, sort_keys=True, default=str)
 
 
 def _totals(host: HostProcesses) -> dict[str, float]:

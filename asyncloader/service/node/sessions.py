@@ -5,9 +5,14 @@ Data path: beside worker_connections.
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 from typing import NamedTuple, Protocol
 
 from asyncloader.service.node.memory_quota import MemoryQuota
+
+_FREE_FILES = 32  # for handshakes
 
 
 class CountedConnection(Protocol):
@@ -72,3 +77,14 @@ class Session:
     def sent_bytes(self) -> int:
         """Bytes of these."""
         return self._bytes + sum(each.end.sent_bytes for each in self.connections.values())
+
+
+def check_files(descriptor: int, connections: int) -> None:
+    """Check that this process has files for one more connection. Raises OSError as the system does if it has not.
+
+    Args:
+        descriptor: of the connection; descriptors are given from the lowest on.
+        connections: those that are open: one file is left for a ring of each, which would end without it.
+    """
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] - descriptor < _FREE_FILES + connections:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

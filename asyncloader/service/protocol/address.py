@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 from urllib.parse import urlsplit
 
-MOST_PATH = 103 if sys.platform == "darwin" else 107
-"""Bytes of a Unix socket's path, at most."""
+from asyncloader.socket_folder import MOST_PATH
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,8 @@ class Link:
         """Returns the memory for a message's payload; None: messages with payloads are refused."""
         self.most_payload = 0
         self.ended = False
+        self.alert: ssl.SSLError | None = None
+        """The reason that the other side gave for the end by TLS: it refuses this side's certificate."""
         self.received = 0
         """Bytes received so far."""
         self.unsent = SendQueue()
@@ -292,7 +294,9 @@ class Link:
                 number = self.sock.recv_into(room)
         except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return None
-        except OSError:  # reset, timed out, no route, or broken TLS
+        except OSError as error:  # reset, timed out, no route, or broken TLS
+            if isinstance(error, ssl.SSLError):
+                self.alert = error
             number = 0
         self._end += number
         return self._count(number)

@@ -242,6 +242,32 @@ def test_few_descriptors(tmp_path: Path) -> None:
     assert re.fullmatch(r"a batch of 40,000 bytes does not fit into a ring of ring_bytes=1 .+\n", done.stderr)
 
 
+TOO_FEW_DESCRIPTORS = """
+import asyncio
+import resource
+import torch
+from asyncloader import AsyncDataLoader, DataLoader
+
+async def run():
+    async with AsyncDataLoader(torch.arange(40), num_workers=12, multiprocessing_context="fork") as loader:
+        await anext(aiter(loader))
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+for use in (lambda: list(DataLoader(torch.arange(40), num_workers=12)), lambda: asyncio.run(run())):
+    try:
+        use()
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_too_few_descriptors(tmp_path: Path) -> None:
+    """For the workers: the error has the limit, the need, and what to do."""
+    done = run_script(tmp_path, "import warnings; warnings.simplefilter('ignore')\n" + TOO_FEW_DESCRIPTORS)
+    words = r"\[Errno 24\] Too many open files: .* may have 64,.* 12 workers .* 96 .*\(ulimit -n.*num_workers"
+    assert [bool(re.fullmatch(words, line)) for line in done.stdout.splitlines()] == [True, True], done
+
+
 def strings(samples: list[Any]) -> Any:
     return ["a different string " + str(i) for i in range(60_000)]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader import DataLoader, RemoteIterableDataset
 from asyncloader.remote.stores import Location, LoopStores, Stores, scheme_of, strip_signature
 from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
 from asyncloader.transports.cache_layout import object_url
@@ -66,6 +67,20 @@ def test_relative_paths_belong_to_the_directory_of_construction(
     copy: Stores = pickle.loads(pickle.dumps(stores))
     for each in (stores, copy):
         assert each.locate("a.tar").path == os.fspath(tmp_path)[1:] + "/a.tar"
+
+
+def test_a_removed_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is needed by relative paths only, and by workers that would begin there; both errors say so."""
+    (tmp_path / "removed").mkdir()
+    (tmp_path / "a.jsonl").write_text("{}\n{}\n")
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    for url in (str(tmp_path / "a.jsonl"), (tmp_path / "a.jsonl").as_uri()):
+        assert len(list(DataLoader[Any](RemoteIterableDataset(url)))) == 2
+    with pytest.raises(ValueError, match="absolute path"):
+        list(DataLoader[Any](RemoteIterableDataset("a.jsonl")))
+    with pytest.raises(FileNotFoundError, match=r"os\.chdir"):
+        list(DataLoader[Any](RemoteIterableDataset(url), num_workers=1))
 
 
 @pytest.mark.parametrize("url", ["file://elsewhere/a.tar", "file:///a.tar?b"])
