@@ -50,7 +50,7 @@ class _Elements(list[Any]):
     """Those that the file appends to an `OtherObject`."""
 
 
-class _Items(dict[Any, Any]):
+class _KeysAndValues(dict[Any, Any]):
     """Those that the file sets in an `OtherObject`."""
 
 
@@ -63,14 +63,14 @@ def read_pickle(file: BinaryIO) -> Any:
         PickleError: it is no pickle, is damaged, or has more than `MOST_STEPS` instructions.
     """
     try:
-        return _Reader(file).load()
+        return _InertUnpickler(file).load()
     except (PickleError, OSError):
         raise
     except Exception as error:  # each method of `pickle._Unpickler` raises its own
         raise PickleError(f"it is damaged: {type(error).__name__}: {error}") from None
 
 
-class _Reader(pickle._Unpickler):
+class _InertUnpickler(pickle._Unpickler):
     """Python's `pickle.Unpickler` as far as it is safe.
 
     Of its two forms this is the one in Python, `pickle._Unpickler`, whose instructions can be replaced: that in C
@@ -124,7 +124,7 @@ class _Reader(pickle._Unpickler):
         """Stand for a class or a function, without importing it."""
         return OtherObject(f"{module}.{name}")
 
-    def persistent_load(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
         """Stand for a tensor's memory."""
         return None
 
@@ -152,7 +152,7 @@ class _Reader(pickle._Unpickler):
 
     def _update(self, pairs: list[Any]) -> None:
         target = self.stack[-1]
-        target = target if type(target) is dict else _last_part(target, _Items)
+        target = target if type(target) is dict else _last_part(target, _KeysAndValues)
         target.update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
 
     def _dictionary(self) -> None:

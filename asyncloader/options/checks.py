@@ -60,10 +60,12 @@ def checks_of(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterab
     return checks
 
 
-def check_num_workers(value: Any) -> None:
-    """Raise the TypeError that torch would raise later, or about an operator, if it is no number of workers."""
-    if value != 0 and not hasattr(value, "__index__"):
-        raise TypeError(f"num_workers should be an integer, but got num_workers={value!r}")
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Raise the TypeError that torch would raise later, or about an operator, if one of its numbers is not a number."""
+    for name in ("num_workers", "prefetch_factor"):
+        value = arguments[name]
+        if value is not None and value != 0 and not hasattr(value, "__index__"):
+            raise TypeError(f"{name} should be an integer or 'auto', but got {name}={value!r}")
 
 
 def max_restarts(given: int | None, *, seeded: bool) -> int:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, Tuning
+from asyncloader import (
+    AsyncDataLoader,
+    DataLoader,
+    DeviceOptions,
+    Recovery,
+    RemoteIterableDataset,
+    RemoteMapDataset,
+    StatefulDataLoader,
+    Tuning,
+)
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, OPTION_NAMES, OUR_OPTION_NAMES
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.options.objects import OPTION_OBJECTS, grouped
+from asyncloader.options.objects import _OF_DATASETS, OPTION_OBJECTS, grouped
 from tests.helpers.datasets import Numbers
 
 
@@ -73,3 +85,44 @@ def test_sizes_are_resolved_when_iteration_begins() -> None:
     given: dict[str, Any] = {"tuning": Tuning(ring_bytes="2MiB"), "recovery": Recovery(worker_memory_limit="1GB")}
     config = EpochConfig.of(DataLoader(Numbers(3), num_workers=1, **given))
     assert (config.ring_bytes, config.worker_memory_limit) == (2 << 20, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("make", "instead"),
+    [
+        (lambda: DataLoader([5], persistent_worker=True), ". Did you mean 'persistent_workers'?"),
+        (lambda: DataLoader([5]).clone(batchsize=3), ". Did you mean 'batch_size'?"),
+        (lambda: DataLoader([5], num_replicas=2), ". Did you mean 'world_size'?"),
+        (
+            lambda: AsyncDataLoader([5], worker_timeout=4),
+            ": it is a field of Recovery, so write recovery=Recovery(worker_timeout=...)",
+        ),
+        (
+            lambda: AsyncDataLoader([5], ring_byte=4),
+            ": 'ring_bytes' is a field of Tuning, so write tuning=Tuning(ring_bytes=...)",
+        ),
+        (
+            lambda: Tuning(worker_timeout=4),
+            ": it is a field of Recovery, so write recovery=Recovery(worker_timeout=...)",
+        ),
+        (lambda: Recovery(worker_timeouts=4), ". Did you mean 'worker_timeout'?"),
+        (
+            lambda: StatefulDataLoader([5], shuffle_buffer=4),
+            ": it is an argument of RemoteIterableDataset, which a loader gets as its dataset",
+        ),
+        (lambda: StatefulDataLoader([5], seed=4), ""),
+        (lambda: DataLoader([5], nothing_like_it=4), ""),
+    ],
+)
+def test_names_that_are_no_options(make: Callable[[], Any], instead: str) -> None:
+    """Are refused in Python's words, with the right spelling and place."""
+    with pytest.raises(TypeError, match=rf"__init__\(\) got an unexpected keyword argument '\w+'{re.escape(instead)}$"):
+        make()
+
+
+def test_arguments_of_datasets_are_theirs() -> None:
+    """Each name that an error calls an argument of a dataset is one, and no option of a loader."""
+    for name, text in _OF_DATASETS.items():
+        assert name not in OPTION_NAMES
+        kinds = [each for each in (RemoteIterableDataset, RemoteMapDataset) if each.__name__ in text]
+        assert all(name in signature(each).parameters for each in kinds)
