@@ -40,8 +40,8 @@ def why_unrestorable(kind: type, value: object = None) -> str:
     if is_named_tuple(kind):
         extra = [*getattr(value, "__dict__", ())]
         return f"has attributes besides its fields, which a service does not send: {', '.join(extra)}" if extra else ""
-    if kind.__new__ is not object.__new__:
-        base = next(base for base in kind.__mro__ if "__new__" in vars(base))
+    base = next(base for base in kind.__mro__ if "__new__" in vars(base))
+    if base is not object:
         return f"is made by {base.__qualname__}.__new__, and a service makes dataclasses of their attributes alone"
     return ""
 

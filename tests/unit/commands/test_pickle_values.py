@@ -83,6 +83,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 def test_states_in_other_objects(name: str) -> None:
     """Are found, wherever the class keeps its values, and under any key."""
     value, place = PLACES[name]
+    found: dict[str, Any] = {}
     for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
         found = dict(find_states(read_pickle(io.BytesIO(pickle.dumps(value, protocol)))))
         assert [*found.values()] == [STATE] if name != "the state itself" else len(found) == 1
