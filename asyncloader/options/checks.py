@@ -242,13 +242,9 @@ def _check_refill(options: Mapping[str, Any], iterable: bool) -> None:
 
 
 def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
-    if options["device"] is not None:
-        return
-    given = {
-        "device_transform": options["device_transform"] is not None,
-        "static_buffers": bool(options["static_buffers"]),
-    }
-    for name in (name for name, set_ in given.items() if set_):
+    transforms = options["device_transform"] is not None
+    if options["device"] is None and (transforms or options["static_buffers"]):
+        name = "device_transform" if transforms else "static_buffers"
         raise ValueError(f"{name} is about batches on a device, and needs device=, for example device='cuda'")
 
 

@@ -44,7 +44,7 @@ from asyncloader.options.checks import (
     options_about_dataset,
     warn_without_effect,
 )
-from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, check_names, flattened
+from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened, unknown_option
 from asyncloader.options.unknown_dataset import DEPENDING, AskedAttribute, Unknown, ask_dataset
 from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
@@ -247,7 +247,8 @@ def own_constructor(loader: type, name: str, without: Collection[str] = ()) -> N
 
     @functools.wraps(own)
     def constructor(self: Any, /, *args: Any, **options: Any) -> None:
-        check_names(own.__qualname__, options, known)
+        if not options.keys() <= known:
+            raise unknown_option(own.__qualname__, options, known)
         own(self, *args, **options)
 
     loader.__init__ = constructor  # type: ignore[misc]
@@ -349,7 +350,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)
         unknown = isinstance(dataset, UnknownDataset)
-        known = [name for name in changed if not (unknown and name in ABOUT_DATASET)]
+        known = [name for name in changed if name not in ABOUT_DATASET] if unknown else changed
         warn_without_effect(flat, known, iterable=is_iterable(self))
         for name in changed:
             if name in DEFAULTS and name not in vars(self):

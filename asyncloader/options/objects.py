@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from asyncloader.options.checks import CHECKS
 from asyncloader.sizes import Size
@@ -20,7 +20,9 @@ class _OptionObject:
 
     def __new__(cls, *_: Any, **options: Any) -> Self:
         """Make the object; `__init__` sets the fields."""
-        check_names(f"{cls.__name__}.__init__", options, [field.name for field in dataclasses.fields(cast("Any", cls))])
+        known: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
+        if not options.keys() <= known.keys():
+            raise unknown_option(f"{cls.__name__}.__init__", options, known)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -123,17 +125,16 @@ _ELSEWHERE = {
 """Names that other libraries give to options."""
 
 
-def check_names(function: str, options: Iterable[str], known: Collection[str]) -> None:
-    """Raise Python's TypeError for an argument that does not exist, with the right spelling and place of an option.
+def unknown_option(function: str, options: Iterable[str], known: Collection[str]) -> TypeError:
+    """Return Python's error for the first argument that does not exist, with the right spelling and place of an option.
 
     Args:
         function: called with the options.
         options: names of the arguments.
         known: those that exist.
     """
-    for name in options:
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{_instead(name, known)}")
+    name = next(name for name in options if name not in known)
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{_instead(name, known)}")
 
 
 def _instead(name: str, known: Collection[str]) -> str:
