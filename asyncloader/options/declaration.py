@@ -249,7 +249,9 @@ def own_constructor(loader: type, name: str, without: Collection[str] = ()) -> N
     def constructor(self: Any, /, *args: Any, **options: Any) -> None:
         if not options.keys() <= known:
             raise unknown_option(own.__qualname__, options, known)
-        own(self, *args, **options)
+        given: list[dict[str, Any]] = []
+        own(types.SimpleNamespace(_asyncloader_construct=given.append), *args, **options)
+        self._asyncloader_construct(given[0])  # here, so that the user's traceback has one of our frames less
 
     loader.__init__ = constructor  # type: ignore[misc]
 

@@ -7,6 +7,7 @@ options, so ``loader.clone(worker_timeout=30)`` changes a single one.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -102,6 +103,9 @@ class DeviceOptions(_OptionObject):
 
 OPTION_OBJECTS: dict[str, type[Any]] = {"recovery": Recovery, "tuning": Tuning, "device_options": DeviceOptions}
 """The constructor's arguments that are such objects, with their classes."""
+
+for _kind in OPTION_OBJECTS.values():  # else it would be that of `__new__`
+    _kind.__signature__ = inspect.Signature([*inspect.signature(_kind.__init__).parameters.values()][1:])
 
 _OBJECT_OF = {field.name: name for name, kind in OPTION_OBJECTS.items() for field in dataclasses.fields(kind)}
 
