@@ -21,8 +21,6 @@ _ADVICE = {  # by what torch's default collation says
     "stack expects each tensor to be equal size": "samples of different sizes need a collate_fn that pads or crops",
 }
 
-_COLLATION = ("asyncloader.workers.", "torch.utils.data._utils.collate")  # modules of default collation
-
 _UNEVEN = "each element in list of batch should be of equal size"  # torch's default collation
 
 _MOST_KEY = 200  # characters of a sample's key that are shown
@@ -120,15 +118,6 @@ def note_stream_collation(error: BaseException, first: int, end: int, stream: st
     add_note(error, f"while collating samples number {first} to {end - 1} of {whose}{advice}")
 
 
-def _leave_out_collation(error: BaseException) -> None:
-    """Leave the frames of default collation, which are none of the user's, out of the traceback."""
-    top = each = error.__traceback__
-    while each is not None and each.tb_frame.f_globals.get("__name__", "").startswith(_COLLATION):
-        each = each.tb_next
-    if top is not None and each is None:
-        top.tb_next = None
-
-
 def _odd_sample(said: Any, samples: Sequence[Any]) -> tuple[int, str] | None:
     """Return the number, from 0, of the first sample that lacks the key, or has another length, and words for that.
     `said`: by the error.
@@ -144,7 +133,6 @@ def _odd_sample(said: Any, samples: Sequence[Any]) -> tuple[int, str] | None:
 
 
 def _advice(error: BaseException, samples: Any, name: str, indices: Sequence[Any]) -> str:
-    _leave_out_collation(error)
     said = error.args[0] if error.args else None
     if type(error) in (KeyError, RuntimeError):
         with suppress(Exception):  # samples may be any objects
