@@ -368,7 +368,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         from asyncloader.progress_bar import EpochProgress
 
         return EpochProgress(
-            self, self._statistics, lambda: self._keeper.first_step, lambda: f"epoch {self.epoch}", self.diagnose
+            self, self._statistics, lambda: self._keeper.steps_before, lambda: f"epoch {self.epoch}", self.diagnose
         )
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:

@@ -352,7 +352,7 @@ class DataLoader(LoaderSpec[T_co, B_co]):
 
         state = self._asyncloader_state
         return EpochProgress(
-            self, state.statistics, lambda: state.keeper.first_step, lambda: f"epoch {self.epoch}", self.diagnose
+            self, state.statistics, lambda: state.keeper.steps_before, lambda: f"epoch {self.epoch}", self.diagnose
         )
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:

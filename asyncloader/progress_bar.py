@@ -33,7 +33,7 @@ class EpochProgress(Generic[B]):
     Args:
         loader: the loader.
         statistics: of the loader.
-        first_step: returns the number of steps before the newest iterator, which resumed there.
+        steps_before: returns the number of steps that the newest iterator leaves out: it resumed behind them.
         title: returns the newest iterator's title.
         diagnose: judges the run.
         unit: the name of a step.
@@ -43,14 +43,14 @@ class EpochProgress(Generic[B]):
         self,
         loader: Any,
         statistics: Statistics,
-        first_step: Callable[[], int],
+        steps_before: Callable[[], int],
         title: Callable[[], str],
         diagnose: Callable[[], Diagnosis],
         unit: str = "batch",
     ) -> None:
         self._loader = loader
         self._statistics = statistics
-        self._first_step, self._title = first_step, title
+        self._steps_before, self._title = steps_before, title
         self._diagnose = diagnose
         self._unit = unit
 
@@ -69,7 +69,7 @@ class EpochProgress(Generic[B]):
         return shown
 
     def _shown(self, iterator: Any, counted: type[_Counted]) -> Any:
-        bar = _open_bar(self._title(), self._total, self._first_step(), self._unit)
+        bar = _open_bar(self._title(), self._total, self._steps_before(), self._unit)
         return iterator if bar is None else counted(iterator, _Display(bar, self._statistics, self._diagnose))
 
     def _total(self) -> int | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import codecs
 import json
-import mmap
+import pickle
 import struct
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from asyncloader.commands.pickle_values import read_pickle
 
@@ -33,22 +33,25 @@ def read_checkpoint(file: Path) -> Any:
         ValueError: it is no checkpoint, or is damaged.
     """
     with file.open("rb") as opened:
-        begins = opened.read(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-        if not begins:
+        begin = opened.read(64)
+        first = begin.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+        if not first:
             raise ValueError(f"{file} is empty")
-        if begins in (b"{", b"["):
+        if first in (b"{", b"["):
             return _read_json(file)
         try:
-            with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-                if zipfile.is_zipfile(file):
-                    memory.seek(_values_at(file, memory))
-                value = read_pickle(memory)
-                for _ in range(_BEFORE + 1 if value == _LEGACY else 0):
-                    value = read_pickle(memory)
-                return value
+            opened.seek(_values_at(opened) if zipfile.is_zipfile(opened) else 0)
+            value = read_pickle(opened)
+            for _ in range(_BEFORE + 1 if value == _LEGACY else 0):
+                value = read_pickle(opened)
         # `zipfile` raises each of them, depending on where an archive is damaged; our own errors are the first.
         except (ValueError, OverflowError, NotImplementedError, zipfile.BadZipFile, struct.error) as error:
-            raise ValueError(f"{file} is not a checkpoint that can be read: {error}") from None
+            if begin.startswith((b"PK", pickle.PROTO)):
+                raise ValueError(f"{file} is not a checkpoint that can be read: {error}") from None
+            is_text = begin.isascii() and "".join(begin.decode().split()).isprintable()
+            kind = "is text, and neither" if is_text else "is neither a file of torch.save,"
+            raise ValueError(f"{file} {kind} JSON nor a pickle; it begins with {begin[:20]!r}") from None
+    return value
 
 
 def _read_json(file: Path) -> Any:
@@ -61,14 +64,15 @@ def _read_json(file: Path) -> Any:
         raise ValueError(f"{file} is not JSON that can be read: {why}") from None
 
 
-def _values_at(file: Path, memory: mmap.mmap) -> int:
+def _values_at(opened: BinaryIO) -> int:
     """Return the place of the values' pickle in a zip archive of `torch.save`."""
-    with zipfile.ZipFile(file) as archive:
+    with zipfile.ZipFile(opened) as archive:
         found = [each for each in archive.infolist() if each.filename.rpartition("/")[2] == "data.pkl"]
     if not found:
         raise ValueError("the archive has no data.pkl")
     member = min(found, key=lambda each: each.filename.count("/"))
     if member.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{member.filename} in the archive is compressed, which that of torch.save never is")
-    lengths: tuple[int, int] = struct.unpack_from("<HH", memory, member.header_offset + _LENGTHS_AT)
+    opened.seek(member.header_offset + _LENGTHS_AT)
+    lengths: tuple[int, int] = struct.unpack("<HH", opened.read(4))
     return member.header_offset + _LOCAL_HEADER + sum(lengths)

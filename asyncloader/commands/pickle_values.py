@@ -1,269 +1,202 @@
-"""Reads the plain values of a pickle without unpickling it: no class is imported, and no function is called. Pure.
+"""Reads a pickle that may be a stranger's: no class is imported, no function is called, no object is made. Pure.
 
 Data path: file -> [pickle_values] -> checkpoint_file.
 
-A pickle is a program that makes objects. Its instructions are decoded by `pickletools`, and carried out here as far as
-they make dictionaries, lists, tuples, texts and numbers. Where they would make another object, its attributes and items
-are kept in an `OtherObject`. A program of a stranger must neither take all memory nor crash Python: numbers of
-instructions are bounded, and keys of dictionaries are texts and numbers alone, because hashing tuples that nest
-200,000 deep overflows the stack of C.
+Numbers, texts, tuples, lists and dictionaries are read by Python's own `pickle`. Where it would import, call or make
+another object, an `OtherObject` holds the values that the object would be made of. The time and the memory are bounded
+by the file's size, and by `MOST_STEPS`: no value is copied, hashed or allocated at the word of the file.
 """
 
 from __future__ import annotations
 
-import pickletools
-from collections.abc import Callable, Iterable
-from typing import IO, Any, Protocol, cast
+import itertools
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any, BinaryIO, ClassVar
 
 MOST_STEPS = 30_000_000
 """Instructions of a pickle: a minute's work. A tensor takes about 30."""
 
-_MOST_BITS = 1024  # of a number that is a key: Python refuses to write one of thousands of digits
+_LARGE = 1 << 20  # bytes of a text or of bytes that are passed over: no loader's state has any
+_LONGEST_KEY = 1000  # characters of a text; longer ones are not compared
+_MOST_NAMED = 4  # elements of a tuple that a key's text shows
+_MOST_BITS = 1024  # of a number in a key's text: Python refuses to write thousands of digits
 
 
 class PickleError(ValueError):
     """The bytes are no pickle, or the pickle is damaged or too long."""
 
 
-class OtherObject(dict[Any, Any]):
-    """Stands for an object that is no plain value; has its attributes and items.
+class OtherObject:
+    """Stands for an object that is not a plain value, for its class or function, or for a key that is not a text.
 
-    Args:
-        name: of its class or function, as in ``collections.OrderedDict``.
+    Attributes:
+        name: as in ``collections.OrderedDict``; of a key: the key as a text.
+        parts: the values it would be made of: its arguments, attributes, elements and items.
     """
 
-    def __init__(self, name: str = "") -> None:
-        super().__init__()
+    __slots__ = ("name", "parts")
+
+    def __init__(self, name: str = "", *parts: Any) -> None:
         self.name = name
+        self.parts = [*parts]
+
+    def __str__(self) -> str:
+        return self.name
 
 
-class Readable(Protocol):
-    """A file that is open for reading bytes."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return at most this number of bytes."""
-        ...
-
-    def readline(self) -> bytes:
-        """Return a line."""
-        ...
+class _Elements(list[Any]):
+    """Those that the file appends to an `OtherObject`."""
 
 
-def read_pickle(file: Readable) -> Any:
-    """Return the value of the pickle that begins here, and leave the file at its end.
+class _KeysAndValues(dict[Any, Any]):
+    """Those that the file sets in an `OtherObject`."""
+
+
+def read_pickle(file: BinaryIO) -> Any:
+    """Return the value of the pickle that begins here, and leave the file at its end. Texts and bytes of more than a
+    MiB are empty in it.
 
     Raises:
+        OSError: the file cannot be read.
         PickleError: it is no pickle, is damaged, or has more than `MOST_STEPS` instructions.
     """
-    machine = _Machine()
     try:
-        for number, (opcode, value, _) in enumerate(pickletools.genops(cast("IO[bytes]", file))):
-            if number >= MOST_STEPS:
-                raise PickleError(f"it has more than {MOST_STEPS:,} instructions")
-            machine.carry_out(opcode.name, value)
-        return machine.stack[-1]
-    except (IndexError, KeyError, TypeError, AttributeError, UnicodeError, OverflowError) as error:
-        raise PickleError(f"it is damaged: {type(error).__name__}: {error}") from None
-    except PickleError:
+        return _InertUnpickler(file).load()
+    except (PickleError, OSError):
         raise
-    except ValueError as error:  # of pickletools
-        raise PickleError(f"it is damaged: {error}") from None
+    except Exception as error:  # each method of `pickle._Unpickler` raises its own
+        raise PickleError(f"it is damaged: {type(error).__name__}: {error}") from None
 
 
-class _Machine:
-    """The stack on which the instructions work."""
+class _InertUnpickler(pickle._Unpickler):
+    """Python's `pickle.Unpickler` as far as it is safe.
 
-    def __init__(self) -> None:
+    Of its two forms this is the one in Python, `pickle._Unpickler`, whose instructions can be replaced: that in C
+    hashes keys and allocates memory as the file asks, and ends the process at tuples that nest deep.
+    """
+
+    pop_mark: Callable[[], list[Any]]  # the values above the last mark
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file, encoding="latin-1", buffers=itertools.repeat(b""))
+        self._file = file
+        here = file.tell()
+        self._end = file.seek(0, os.SEEK_END)
+        file.seek(here)
         self.stack: list[Any] = []
-        self._below: list[list[Any]] = []  # the stacks below each mark
-        self._memo: dict[int, Any] = {}
+        self.metastack: list[list[Any]] = []
+        self.append = self.stack.append
 
-    def carry_out(self, name: str, value: Any) -> None:
-        """Carry out an instruction.
+    def load(self) -> Any:
+        """Carry out the instructions, and return the value."""
+        for _ in range(MOST_STEPS):
+            code = self._file.read(1)
+            if code == pickle.STOP:
+                return self.stack.pop()
+            if not code:
+                raise PickleError("it is damaged: it has no end")
+            self.dispatch[code[0]](self)
+        raise PickleError(f"it has more than {MOST_STEPS:,} instructions")
 
-        Args:
-            name: of it, as `pickletools` has it.
-            value: its argument.
-        """
-        if name in _VALUES:
-            self.stack.append(value)
-        elif name in _MEMOIZED:
-            self._memo[len(self._memo) if value is None else value] = self.stack[-1]
-        elif name in _RECALLED:
-            self.stack.append(self._memo[value])
-        elif name in _MADE:
-            self.stack.append(_MADE[name]())
-        elif name not in _WITHOUT_EFFECT:
-            getattr(self, f"_{name.lower()}")(value)
-
-    def _marked(self) -> list[Any]:
-        """Return the values above the last mark, and remove both."""
-        found, self.stack = self.stack, self._below.pop()
-        return found
-
-    def _mark(self, _: Any) -> None:
-        self._below.append(self.stack)
-        self.stack = []
-
-    def _pop(self, _: Any) -> None:
-        if self.stack:
-            self.stack.pop()
+    def read(self, size: int) -> bytes:
+        """Return the next bytes; none where they are more than `_LARGE`, which are passed over."""
+        if size <= _LARGE:
+            data = self._file.read(size)
+        elif size <= self._end - self._file.tell():
+            self._file.seek(size, os.SEEK_CUR)
+            return b""
         else:
-            self._marked()
+            data = b""
+        if len(data) < size:
+            raise PickleError("it is damaged: it has no end")
+        return data
 
-    def _pop_mark(self, _: Any) -> None:
-        self._marked()
+    def readline(self) -> bytes:
+        """Return the rest of the line."""
+        line = self._file.readline(_LARGE)
+        if len(line) == _LARGE:
+            raise PickleError(f"it is damaged: a line has more than {_LARGE:,} bytes")
+        return line
 
-    def _dup(self, _: Any) -> None:
-        self.stack.append(self.stack[-1])
+    def find_class(self, module: str, name: str) -> Any:
+        """Stand for a class or a function, without importing it."""
+        return OtherObject(f"{module}.{name}")
 
-    # ------------------------------------------------------------------------------------------- containers
+    def persistent_load(self, pid: Any) -> Any:  # noqa: ARG002
+        """Stand for a tensor's memory."""
+        return None
 
-    def _tuple(self, _: Any) -> None:
-        found = self._marked()
-        self.stack.append(tuple(found))
+    def get_extension(self, _: int) -> None:
+        """Stand for a class that this program may have registered."""
+        self.append(OtherObject())
 
-    def _tuple1(self, _: Any) -> None:
-        self.stack[-1:] = [(self.stack[-1],)]
+    def _instantiate(self, kind: Any, arguments: Any) -> None:
+        """Stand for an object that the two oldest of the instructions for it would make."""
+        self.append(OtherObject(getattr(kind, "name", ""), arguments))
 
-    def _tuple2(self, _: Any) -> None:
-        self.stack[-2:] = [(self.stack[-2], self.stack[-1])]
+    def _call(self, number: int) -> None:
+        """Stand for the result of a call; the function and its arguments are the last values of this number."""
+        function, *arguments = self.stack[-number:]
+        self.stack[-number:] = [OtherObject(getattr(function, "name", ""), *arguments)]
 
-    def _tuple3(self, _: Any) -> None:
-        self.stack[-3:] = [(self.stack[-3], self.stack[-2], self.stack[-1])]
-
-    def _list(self, _: Any) -> None:
-        found = self._marked()
-        self.stack.append(found)
-
-    def _append(self, _: Any) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self, _: Any) -> None:
-        self._extend(self._marked())
+    def _build(self) -> None:
+        state = self.stack.pop()
+        # A pair has the attributes in `__dict__`, and those in `__slots__`.
+        self.stack[-1].parts += state if type(state) is tuple and len(state) == 2 else (state,)
 
     def _extend(self, values: list[Any]) -> None:
-        if isinstance(self.stack[-1], list):  # the elements of others are left out
-            self.stack[-1].extend(values)
-
-    def _dict(self, _: Any) -> None:
-        found = self._marked()
-        self.stack.append({})
-        self._update(found)
-
-    def _setitem(self, _: Any) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._update([key, value])
-
-    def _setitems(self, _: Any) -> None:
-        self._update(self._marked())
+        target = self.stack[-1]
+        (target if type(target) is list else _last_part(target, _Elements)).extend(values)
 
     def _update(self, pairs: list[Any]) -> None:
-        if isinstance(self.stack[-1], dict):
-            _take(self.stack[-1], zip(pairs[::2], pairs[1::2], strict=True))
+        target = self.stack[-1]
+        target = target if type(target) is dict else _last_part(target, _KeysAndValues)
+        target.update(zip(map(_key, pairs[::2]), pairs[1::2], strict=True))
 
-    def _additems(self, _: Any) -> None:
-        self._marked()  # the elements of sets are left out
+    def _dictionary(self) -> None:
+        pairs = self.pop_mark()
+        self.append({})
+        self._update(pairs)
 
-    def _frozenset(self, _: Any) -> None:
-        self._marked()
-        self.stack.append(OtherObject("builtins.frozenset"))
-
-    # ---------------------------------------------------------------------------------------- other objects
-
-    def _global(self, value: str) -> None:
-        self.stack.append(OtherObject(value.replace(" ", ".")))
-
-    def _stack_global(self, _: Any) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self.stack.append(OtherObject(f"{module}.{name}" if isinstance(name, str) and isinstance(module, str) else ""))
-
-    def _inst(self, value: str) -> None:
-        self._marked()
-        self._global(value)
-
-    def _obj(self, _: Any) -> None:
-        self._marked()
-        self.stack.append(OtherObject())
-
-    def _newobj(self, _: Any) -> None:
-        self._reduce(_)
-
-    def _newobj_ex(self, _: Any) -> None:
-        self.stack.pop()
-        self._reduce(_)
-
-    def _reduce(self, _: Any) -> None:
-        arguments, function = self.stack.pop(), self.stack.pop()
-        self.stack.append(_result(function, arguments))
-
-    def _build(self, _: Any) -> None:
-        state = self.stack.pop()
-        if isinstance(self.stack[-1], OtherObject):
-            for part in state if isinstance(state, tuple) else (state,):  # of `__dict__`, and of `__slots__`
-                if isinstance(part, dict):
-                    _take(self.stack[-1], part.items())
-
-    def _binpersid(self, _: Any) -> None:
-        self.stack[-1] = OtherObject()
+    dispatch: ClassVar[dict[int, Callable[[Any], Any]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.FRAME[0]: lambda self: self.read(8),  # read ahead, a frame would take memory as it says
+        pickle.BYTEARRAY8[0]: pickle._Unpickler.dispatch[pickle.BINBYTES8[0]],  # its own allocates before it reads
+        pickle.EMPTY_SET[0]: lambda self: self.append(OtherObject("builtins.set")),
+        pickle.FROZENSET[0]: lambda self: self._instantiate(None, self.pop_mark()),
+        pickle.REDUCE[0]: lambda self: self._call(2),
+        pickle.NEWOBJ[0]: lambda self: self._call(2),
+        pickle.NEWOBJ_EX[0]: lambda self: self._call(3),
+        pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.ADDITEMS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.SETITEM[0]: lambda self: self._update([self.stack.pop(), self.stack.pop()][::-1]),
+        pickle.SETITEMS[0]: lambda self: self._update(self.pop_mark()),
+        pickle.DICT[0]: _dictionary,
+    }
 
 
-def _take(target: dict[Any, Any], pairs: Iterable[tuple[Any, Any]]) -> None:
-    """Take the items whose keys are texts or numbers."""
-    target.update((key, value) for key, value in pairs if _is_plain(key))
+def _last_part(target: OtherObject, kind: Callable[[], Any]) -> Any:
+    if not target.parts or type(target.parts[-1]) is not kind:
+        target.parts.append(kind())
+    return target.parts[-1]
 
 
-def _is_plain(key: Any) -> bool:
-    return isinstance(key, str | float | bytes) or (isinstance(key, int) and key.bit_length() <= _MOST_BITS)
+def _key(key: Any) -> Any:
+    """Return a key whose hash takes a short time: that of a text is secret, and the same text's is not counted anew.
+
+    A stranger can choose numbers and tuples that share a hash, and tuples whose hash never ends or ends the process.
+    """
+    return key if type(key) is str and len(key) <= _LONGEST_KEY else OtherObject(_text(key))
 
 
-def _result(function: Any, arguments: Any) -> Any:
-    """Return the value of a call that makes a plain value; of others, an object."""
-    name = function.name if isinstance(function, OtherObject) else ""
-    first = arguments[0] if isinstance(arguments, tuple) and arguments else None
-    if name == "_codecs.encode" and isinstance(first, str):  # by which bytes are written in protocol 2
-        return first.encode("latin-1")
-    if name in ("builtins.bytes", "__builtin__.bytes") and first is None:
-        return b""
-    made = OtherObject(name)
-    if name == "collections.OrderedDict" and isinstance(first, list):
-        _take(made, ((each[0], each[1]) for each in first if isinstance(each, list | tuple) and len(each) == 2))
-    return made
-
-
-_VALUES = frozenset(
-    (
-        "INT",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG",
-        "LONG1",
-        "LONG4",
-        "STRING",
-        "BINSTRING",
-        "SHORT_BINSTRING",
-        "BINBYTES",
-        "SHORT_BINBYTES",
-        "BINBYTES8",
-        "BYTEARRAY8",
-        "UNICODE",
-        "SHORT_BINUNICODE",
-        "BINUNICODE",
-        "BINUNICODE8",
-        "FLOAT",
-        "BINFLOAT",
-    )
-)
-_MEMOIZED = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
-_RECALLED = frozenset(("GET", "BINGET", "LONG_BINGET"))
-_MADE: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_DICT": dict,
-    **dict.fromkeys(("EMPTY_SET", "PERSID", "NEXT_BUFFER", "EXT1", "EXT2", "EXT4"), OtherObject),
-}
-_WITHOUT_EFFECT = frozenset(("PROTO", "FRAME", "STOP", "READONLY_BUFFER"))
+def _text(key: Any) -> str:
+    if type(key) is tuple and len(key) <= _MOST_NAMED:
+        return f"({', '.join(_text(each) if type(each) is not tuple else '...' for each in key)})"
+    short = isinstance(key, str | bytes) and len(key) <= _LONGEST_KEY
+    if short or key is None or type(key) is float or (isinstance(key, int) and key.bit_length() <= _MOST_BITS):
+        return repr(key)
+    return f"<{getattr(key, 'name', type(key).__name__)}>"

@@ -5,36 +5,55 @@ Data path: none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from asyncloader.commands.findings import Finding
+from asyncloader.commands.pickle_values import OtherObject
 from asyncloader.errors import StateError
 from asyncloader.state.schema import check_state
 
 _KEYS = ("version", "mode", "kind", "epoch", "step")
-_DEEPEST = 20
+_MOST_STATES = 1000  # each is copied by its check
+_LONGEST = 300  # characters of a place
 
 
 def find_states(checkpoint: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every loader's state in a checkpoint, with its place in it, such as ``"trainer.loader"``."""
-    yield from _find(checkpoint, "", 0, set())
+    """Yield every loader's state in a checkpoint, with its place in it, such as ``"trainer.loader"``.
+
+    Raises:
+        ValueError: it has more than `_MOST_STATES`.
+    """
+    # A checkpoint may nest deeper than Python can call, and may have an object many times, or within itself: a list of
+    # those to come takes the place of calls, and each object is looked through once.
+    found, seen, coming = 0, set[int](), [("", "", checkpoint)]
+    while coming:
+        place, name, value = coming.pop()
+        place = _joined(place, name)
+        if isinstance(value, dict) and all(key in value for key in _KEYS):
+            if (found := found + 1) > _MOST_STATES:
+                raise ValueError(f"it has more than {_MOST_STATES:,} loaders' states")
+            yield place or "the file", value
+            continue
+        inner: list[tuple[str, str, Any]] = []
+        for name, each in _inside(value):
+            if isinstance(each, dict | list | tuple | OtherObject) and id(each) not in seen:
+                seen.add(id(each))
+                inner.append((place, name, each))
+        coming += reversed(inner)
 
 
-def _find(value: Any, place: str, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
-    if depth > _DEEPEST or not isinstance(value, Mapping | list | tuple):
-        return
-    if id(value) in seen:  # a checkpoint may have an object many times, each in many others, or within itself
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping) and all(key in value for key in _KEYS):
-        yield place or "the file", value
-        return
-    for key, inner in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if isinstance(inner, Mapping | list | tuple):
-            name = f"{key!s:.100}" if isinstance(value, Mapping) else f"[{key}]"
-            dot = "." if place and isinstance(value, Mapping) else ""
-            yield from _find(inner, f"{place}{dot}{name}", depth + 1, seen)
+def _inside(value: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(value, OtherObject):
+        return (("", each) for each in value.parts)
+    if isinstance(value, dict):
+        return ((f"{key!s:.100}", each) for key, each in value.items())
+    return ((f"[{number}]", each) for number, each in enumerate(value)) if isinstance(value, list | tuple) else ()
+
+
+def _joined(place: str, name: str) -> str:
+    joined = f"{place}{'.' if place and name and name[0] != '[' else ''}{name}"
+    return joined if len(joined) <= _LONGEST else f"...{joined[-_LONGEST:]}"
 
 
 def describe(place: str, given: Any) -> list[Finding]:

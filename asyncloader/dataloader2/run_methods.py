@@ -200,7 +200,7 @@ class RunMethods(Generic[T_co]):
         """Count also what the graph's workers do. Once, before the first epoch."""
         # The parts are listed here, not when they are asked for: torch's walk through a graph sets hooks that all
         # threads share.
-        here = parts_of(graph)
+        here = parts_of(graph) or [graph]
         self._interleaved = [each for each in here if isinstance(each, Interleaved)]
         # The walk also goes through the parts that the workers get.
         theirs = {id(part) for each in self._interleaved for part in parts_of(each)}

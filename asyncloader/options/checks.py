@@ -60,10 +60,12 @@ def checks_of(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterab
     return checks
 
 
-def check_num_workers(value: Any) -> None:
-    """Raise the TypeError that torch would raise later, or about an operator, if it is no number of workers."""
-    if value != 0 and not hasattr(value, "__index__"):
-        raise TypeError(f"num_workers should be an integer, but got num_workers={value!r}")
+def check_numbers(arguments: Mapping[str, Any]) -> None:
+    """Raise the TypeError that torch would raise later, or about an operator, if one of its numbers is not a number."""
+    for name in ("num_workers", "prefetch_factor"):
+        value = arguments[name]
+        if value is not None and value != 0 and not hasattr(value, "__index__"):
+            raise TypeError(f"{name} should be an integer or 'auto', but got {name}={value!r}")
 
 
 def max_restarts(given: int | None, *, seeded: bool) -> int:
@@ -240,13 +242,9 @@ def _check_refill(options: Mapping[str, Any], iterable: bool) -> None:
 
 
 def _check_what_needs_a_device(options: Mapping[str, Any], _: bool) -> None:
-    if options["device"] is not None:
-        return
-    given = {
-        "device_transform": options["device_transform"] is not None,
-        "static_buffers": bool(options["static_buffers"]),
-    }
-    for name in (name for name, set_ in given.items() if set_):
+    transforms = options["device_transform"] is not None
+    if options["device"] is None and (transforms or options["static_buffers"]):
+        name = "device_transform" if transforms else "static_buffers"
         raise ValueError(f"{name} is about batches on a device, and needs device=, for example device='cuda'")
 
 

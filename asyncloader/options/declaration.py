@@ -38,13 +38,13 @@ from asyncloader.options.auto_value import AutoValue
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
-    check_num_workers,
+    check_numbers,
     checks_of,
     is_seed,
     options_about_dataset,
     warn_without_effect,
 )
-from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened
+from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened, unknown_option
 from asyncloader.options.unknown_dataset import DEPENDING, AskedAttribute, Unknown, ask_dataset
 from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
@@ -237,25 +237,23 @@ def own_constructor(loader: type, name: str, without: Collection[str] = ()) -> N
     functools.update_wrapper(own, declared)
     del own.__wrapped__
     own.__kwdefaults__, own.__qualname__ = declared.__kwdefaults__, f"{name}.__init__"
-    loader.__init__ = _narrowed(own, without) if without else own  # type: ignore[misc]
+    parameters = inspect.signature(own).parameters
+    own.__signature__ = inspect.Signature([each for each in parameters.values() if each.name not in without])
+    own.__annotations__ = {option: kind for option, kind in own.__annotations__.items() if option not in without}
+    if without:
+        entry = rf"^( *)(?:{'|'.join(without)}):.*\n(?:\1 {{4}}.*\n)*"  # Python 3.13 takes the common indent away
+        own.__doc__ = re.sub(entry, "", own.__doc__, flags=re.MULTILINE)
+    known = own.__signature__.parameters.keys()
 
+    @functools.wraps(own)
+    def constructor(self: Any, /, *args: Any, **options: Any) -> None:
+        if not options.keys() <= known:
+            raise unknown_option(own.__qualname__, options, known)
+        given: list[dict[str, Any]] = []
+        own(types.SimpleNamespace(_asyncloader_construct=given.append), *args, **options)
+        self._asyncloader_construct(given[0])  # here, so that the user's traceback has one of our frames less
 
-def _narrowed(constructor: Any, without: Collection[str]) -> Any:
-    @functools.wraps(constructor)
-    def narrowed(self: Any, /, *args: Any, **options: Any) -> None:
-        for name in options:
-            if name in without:
-                raise TypeError(f"{constructor.__qualname__}() got an unexpected keyword argument {name!r}")
-        constructor(self, *args, **options)
-
-    signature = inspect.signature(constructor)
-    narrowed.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[parameter for name, parameter in signature.parameters.items() if name not in without]
-    )
-    narrowed.__annotations__ = {name: kind for name, kind in constructor.__annotations__.items() if name not in without}
-    entry = rf"^( *)(?:{'|'.join(without)}):.*\n(?:\1 {{4}}.*\n)*"  # Python 3.13 takes the common indent away
-    narrowed.__doc__ = re.sub(entry, "", constructor.__doc__, flags=re.MULTILINE)
-    return narrowed
+    loader.__init__ = constructor  # type: ignore[misc]
 
 
 class OurOptions(LoaderOptions[Any], Recovery, Tuning, DeviceOptions):
@@ -308,7 +306,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         """Check the arguments, and set the attributes."""
         chooses = arguments is not (arguments := with_choices(arguments))
         dataset, given = arguments["dataset"], dict(arguments)
-        check_num_workers(given["num_workers"])
+        check_numbers(given)
         if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
             given["sampler"] = None
         # Of the type, as a mock has every attribute.
@@ -354,7 +352,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         changed = [name for name in defaults if flat[name] != defaults[name]]
         changed += ["collate_fn"] * (flat["collate_fn"] is not None)
         unknown = isinstance(dataset, UnknownDataset)
-        known = [name for name in changed if not (unknown and name in ABOUT_DATASET)]
+        known = [name for name in changed if name not in ABOUT_DATASET] if unknown else changed
         warn_without_effect(flat, known, iterable=is_iterable(self))
         for name in changed:
             if name in DEFAULTS and name not in vars(self):

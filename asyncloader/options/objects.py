@@ -7,9 +7,10 @@ options, so ``loader.clone(worker_timeout=30)`` changes a single one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from asyncloader.options.checks import CHECKS
 from asyncloader.sizes import Size
@@ -17,6 +18,13 @@ from asyncloader.sizes import Size
 
 class _OptionObject:
     """Checks the fields when the object is made; its text shows those that differ from the defaults."""
+
+    def __new__(cls, *_: Any, **options: Any) -> Self:
+        """Make the object; `__init__` sets the fields."""
+        known: dict[str, Any] = getattr(cls, "__dataclass_fields__", {})
+        if not options.keys() <= known.keys():
+            raise unknown_option(f"{cls.__name__}.__init__", options, known)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name, value in _fields(self).items():
@@ -96,7 +104,56 @@ class DeviceOptions(_OptionObject):
 OPTION_OBJECTS: dict[str, type[Any]] = {"recovery": Recovery, "tuning": Tuning, "device_options": DeviceOptions}
 """The constructor's arguments that are such objects, with their classes."""
 
+for _kind in OPTION_OBJECTS.values():  # else it would be that of `__new__`
+    _kind.__signature__ = inspect.Signature([*inspect.signature(_kind.__init__).parameters.values()][1:])
+
 _OBJECT_OF = {field.name: name for name, kind in OPTION_OBJECTS.items() for field in dataclasses.fields(kind)}
+
+
+_STREAMS = "an argument of RemoteIterableDataset, which a loader gets as its dataset"
+_REMOTE = "an argument of RemoteIterableDataset and RemoteMapDataset, which a loader gets as its dataset"
+_OF_DATASETS = {
+    **dict.fromkeys(("elastic", "shuffle_buffer", "shuffle_shards"), _STREAMS),
+    **dict.fromkeys(("cache_dir", "cache_bytes", "columns", "read_ahead", "storage_options"), _REMOTE),
+    "streams": f"{_STREAMS}; any other IterableDataset has an attribute loader_streams",
+    "loader_streams": "an attribute of an IterableDataset",
+}
+"""Arguments and attributes of datasets that are taken for options of loaders."""
+
+_ELSEWHERE = {
+    "bs": "batch_size",
+    "drop_remainder": "drop_last",
+    "num_replicas": "world_size",
+    "prefetch": "prefetch_factor",
+}
+"""Names that other libraries give to options."""
+
+
+def unknown_option(function: str, options: Iterable[str], known: Collection[str]) -> TypeError:
+    """Return Python's error for the first argument that does not exist, with the right spelling and place of an option.
+
+    Args:
+        function: called with the options.
+        options: names of the arguments.
+        known: those that exist.
+    """
+    name = next(name for name in options if name not in known)
+    return TypeError(f"{function}() got an unexpected keyword argument {name!r}{_instead(name, known)}")
+
+
+def _instead(name: str, known: Collection[str]) -> str:
+    from difflib import get_close_matches
+
+    if name in _OBJECT_OF:
+        kind = OPTION_OBJECTS[_OBJECT_OF[name]].__name__
+        return f": it is a field of {kind}, so write {_OBJECT_OF[name]}={kind}({name}=...)"
+    if name in _OF_DATASETS:
+        return f": it is {_OF_DATASETS[name]}"
+    meant = get_close_matches(_ELSEWHERE.get(name, name), [*known, *_OBJECT_OF, *_OF_DATASETS], n=1, cutoff=0.8)
+    return "".join(
+        f". Did you mean {each!r}?" if each in known else _instead(each, known).replace(": it", f": {each!r}", 1)
+        for each in meant
+    )
 
 
 def _fields(given: Any) -> dict[str, Any]:

@@ -41,7 +41,12 @@ def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[n
     """
     found = np.asarray(indices)
     if found.dtype.kind not in "iu" and found.size:
-        raise TypeError(f"indices of samples are integers, not {found.dtype}")
+        # Of integers that 64 bits cannot hold, or not in one type, numpy makes objects or floating-point numbers.
+        if found.dtype.kind not in "Of" or not all(
+            type(each) is not bool and hasattr(each, "__index__") for each in indices
+        ):
+            raise TypeError(f"indices of samples are integers, not {found.dtype}")
+        found = np.array([operator.index(each) for each in indices], object)
     wrong = (found < -length) | (found >= length)  # before the conversion: uint64 may not fit
     if wrong.any():
         raise IndexError(f"sample {int(found[wrong][0]):,} of a dataset of {length:,}")

@@ -133,9 +133,9 @@ class StateKeeper:
         return None if old is None or old.finished or old.moment == self._moment else old
 
     @property
-    def first_step(self) -> int:
-        """Steps that were delivered before the newest iterator, which resumed there."""
-        return 0 if self._newest is None else self._newest.first_step
+    def steps_before(self) -> int:
+        """Steps that were delivered or left out before the newest iterator, which gives the others."""
+        return 0 if self._newest is None else self._newest.first_step + len(self._newest.skipped)
 
     @property
     def padding(self) -> int:

@@ -37,6 +37,7 @@ some. Only its key ``_iterator_finished`` is read: it says that the epoch is ove
 from __future__ import annotations
 
 import copy
+import reprlib
 from typing import Any
 
 from asyncloader.errors import StateError
@@ -84,6 +85,8 @@ _CURSOR: dict[str, tuple[type, ...]] = {
     "problem": (str,),
     "itself": (str,),
 }
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 200
 _MOST = 1 << 63  # bound of numbers that torch and the workers' frames accept
 
 
@@ -206,9 +209,11 @@ def _is_count(value: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    """A value as text for an error; `repr` fails for values that nest too deep, or for too long numbers."""
+    """Return a value as text for an error. `repr` fails for numbers of too many digits, and takes for ever for lists
+    that have the same lists twice, many levels deep.
+    """
     try:
-        text = repr(value)
+        text = _REPR.repr(value)
     except Exception:
         return f"<{type(value).__name__}>"
     return text if len(text) <= 200 else f"{text[:200]}..."

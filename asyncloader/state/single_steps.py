@@ -161,10 +161,13 @@ def _checked(spec: LoaderSpec[Any], *, indexed: bool = False) -> EpochConfig:
         why += "needs streams="
     elif config.stateful:
         why = "the dataset has a state (state_dict), so that its samples depend on those that were read before"
+    elif indexed and isinstance(config.source, PositionSource):
+        raise ValueError(
+            "where() finds a sample by its index, and the samples of streams have no indices; batch_at(step, "
+            "epoch=...) makes any batch of this loader"
+        )
     elif isinstance(config.source, PositionSource) and config.source.sampler.changed:
         why = "the order has changed by feedback, which only the loader's own iterators follow"
-    elif indexed and isinstance(config.source, PositionSource):
-        why = "the samples of streams have no indices"
     elif config.source is not None and not isinstance(config.source, PositionSource):
         why = "the sampler is async, and is read from its beginning"
     elif config.source is None and not isinstance(sampler, SeekableSampler | SequentialSampler | Sequence):

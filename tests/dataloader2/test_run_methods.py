@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
@@ -54,6 +56,43 @@ def test_without_workers(service: Any, tmp_path: Path) -> None:
     assert found.spans[main_track, "consumer"]["fetch"] == 12
     assert "in this process: " in words
     assert "Mapper" in words
+
+
+class Wrapped:
+    """Not a datapipe, as a service of a framework's may return, with a method of its own."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.lock = graph, Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.items = iter(self.graph)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.items)
+
+    def twice(self, number: int) -> int:
+        return 2 * number
+
+
+class Wrapping(MultiProcessingReadingService):
+    def initialize(self, datapipe: Any) -> Any:
+        return Wrapped(super().initialize(datapipe))
+
+
+def test_a_service_that_returns_no_datapipe() -> None:
+    """Is read as any other, with the figures of this process alone, and goes on from a state."""
+    with DataLoader2[Any](numbers(12).sharding_filter(), reading_service=Wrapping(2)) as loader:
+        assert sorted(loader) == [*range(12)]
+        items: Any = iter(loader)
+        first = [next(items), next(items)]
+        assert items.twice(4) == 8
+        assert "in this process: Wrapped" in loader.explain()
+        assert loader.stats()["data/batches"] == 14
+        state = loader.state_dict()
+    with DataLoader2[Any](None, reading_service=Wrapping(2)) as other:
+        other.load_state_dict(state)
+        assert sorted([*first, *other]) == [*range(12)]
 
 
 @pytest.mark.parametrize("within", [False, True], ids=["alone", "in a row"])

@@ -211,6 +211,8 @@ def test_what_cannot_be_sent(place: str, places: Places) -> None:
             list(loader)
         found = outcomes(loader)
     assert len(found) == 4
+    assert type(found[1]) is TypeError
+    assert str(found[1]).startswith("['box'] is a tests.service.definitions.Box")
     assert "register_batch_type(Box)" in str(found[1])
 
 

@@ -64,7 +64,7 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except Exception as error:
-            note_collation(error, index, batched=self._auto_collation)
+            note_collation(error, index, samples, batched=self._auto_collation)
             raise
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
@@ -125,7 +125,7 @@ class MapFetcher:
         try:
             return self._collate(samples) if seeding is None else seeding.collated(self._collate, first, samples)
         except Exception as error:
-            note_collation(error, index, batched=self._auto_collation)
+            note_collation(error, index, samples, batched=self._auto_collation)
             raise
 
     # -------------------------------------------------------------------------------- how samples are made: one by one

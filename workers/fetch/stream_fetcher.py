@@ -123,10 +123,10 @@ class StreamFetcher:
         try:
             return collate(data)
         except StopIteration as stop:  # a `for` loop would take it for the stream's end
-            note_stream_collation(stop, first, self.samples, self._maker.stream)
+            note_stream_collation(stop, first, self.samples, self._maker.stream, data)
             raise not_the_end(stop, "collate_fn") from stop
         except Exception as error:
-            note_stream_collation(error, first, self.samples, self._maker.stream)
+            note_stream_collation(error, first, self.samples, self._maker.stream, data)
             raise
 
     def _torch_samples(self, index: Any) -> Any:

@@ -66,8 +66,10 @@ def list_dps(graph: DataPipeGraph, exclude_dps: DataPipe | list[DataPipe] | None
 
 
 def parts_of(datapipe: DataPipe) -> list[Any]:
-    """Return all parts of the graph that ends with this datapipe, in the order of `list_dps`."""
-    return list_dps(traverse_dps(datapipe))
+    """Return all parts of the graph that ends with this datapipe, in the order of `list_dps`. A service may return any
+    iterable in a datapipe's place: that has no parts.
+    """
+    return list_dps(traverse_dps(datapipe)) if isinstance(datapipe, IterDataPipe | MapDataPipe) else []
 
 
 def parts_of_form(datapipe: DataPipe, *names: str) -> list[Any]:

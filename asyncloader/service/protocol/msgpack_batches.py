@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from msgspec import Meta
 
-from asyncloader.service.protocol.msgpack_values import LEAF, Unsendable, pack
+from asyncloader.service.protocol.msgpack_values import LEAF, Unsendable, pack, why_unsendable
 from asyncloader.service.protocol.unpacking import WireLeaf, build, check, decode
 from asyncloader.workers.memory.codec import Encoder, Memory, Template
 from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
@@ -65,10 +65,9 @@ class BatchEncoder(Encoder):
         # The same reduction as for local workers. Any other form than a single buffer is a call, which is not sent.
         reduced = self._reduce_tensor(tensor)
         if len(reduced) != 2 or len(reduced[1]) != 1 or not isinstance(reduced[1][0], pickle.PickleBuffer):
-            raise Unsendable(
-                f"is a tensor of {tensor.dtype}, layout {tensor.layout}, requires_grad={tensor.requires_grad}: a "
-                "service sends dense ones in the CPU's memory that need no gradient"
-            )
+            if why := why_unsendable(tensor):
+                raise Unsendable(why)
+            return self._tensor(tensor.resolve_conj().resolve_neg().clone())
         return self._leaf(reduced[1][0])
 
     def _array(self, array: np.ndarray[Any, Any]) -> list[Any]:

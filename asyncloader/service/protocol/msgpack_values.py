@@ -25,7 +25,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from asyncloader.events import PositionedIndex
-from asyncloader.service.protocol.batch_types import is_named_tuple, name_of
+from asyncloader.service.protocol.batch_types import is_named_tuple, name_of, why_unrestorable
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
@@ -242,9 +242,11 @@ def _flat(value: Any, packing: _Packing) -> Any:
     if isinstance(value, np.generic):
         return [Kind.SCALAR, *_array_parts(np.asarray(value))]
     if is_named_tuple(kind):
+        if why := why_unrestorable(kind, value):
+            raise Unsendable(why)
         return [Kind.NAMED, name_of(kind), *_fields(value, kind._fields, packing)]
-    if dataclasses.is_dataclass(value):
-        return [Kind.NAMED, name_of(kind), *_fields(value, init_fields(kind), packing)]
+    if dataclasses.is_dataclass(kind):
+        return [Kind.NAMED, name_of(kind), *_attributes(value, packing)]
     raise Unsendable(
         f"is a {kind.__module__}.{kind.__qualname__}, which a service does not send: it sends plain values, "
         "containers, tensors, arrays, named tuples and dataclasses"
@@ -286,9 +288,16 @@ def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
     return flat
 
 
-def init_fields(kind: Any) -> list[str]:
-    """Return the names of the fields that a dataclass's constructor takes."""
-    return [field.name for field in dataclasses.fields(kind) if field.init]
+def _attributes(value: Any, packing: _Packing) -> list[Any]:
+    """Return the names and values of a dataclass object's attributes: its fields, and others that were set."""
+    if why := why_unrestorable(type(value)):
+        raise Unsendable(why)
+    # `object`'s own: that of a dataclass with slots leaves out attributes that are no fields.
+    state: Any = object.__getstate__(value)
+    attributes: dict[str, Any] = {}
+    for part in state if isinstance(state, tuple) else (state,):  # those in `__dict__`, and those in `__slots__`
+        attributes |= part or {}
+    return [each for pair in zip(attributes, _fields(value, [*attributes], packing), strict=True) for each in pair]
 
 
 def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
@@ -297,13 +306,26 @@ def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
     return [array.dtype.str, [Kind.TUPLE, *array.shape], Ext(BYTES, array.tobytes())]
 
 
+def why_unsendable(tensor: torch.Tensor) -> str:
+    """Return what keeps a service from sending a tensor, in words; empty: nothing does."""
+    if tensor.layout is not torch.strided:
+        return f"is a tensor of layout {tensor.layout}, which a service does not send"
+    if tensor.device.type != "cpu":
+        return f"is a tensor on {tensor.device}: a service sends those in the CPU's memory"
+    if tensor.requires_grad:
+        return "is a tensor with requires_grad=True, which a service does not send: detach() it"
+    if tensor.dtype not in DTYPES or tensor.is_nested:  # quantized ones are of other dtypes
+        return f"is a {'nested ' if tensor.is_nested else ''}tensor of {tensor.dtype}, which a service does not send"
+    extra = ", ".join(vars(tensor))
+    return f"is a tensor with attributes of its own, which a service does not send: {extra}" if extra else ""
+
+
 def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized or tensor.requires_grad:
-        raise Unsendable("is a tensor that is not a plain dense one in the CPU's memory, which a service does not send")
-    # The bytes of a conjugated or negated view are those of the original.
-    if tensor.is_conj() or tensor.is_neg() or tensor.dtype not in DTYPES:
-        raise Unsendable(f"is a tensor of {tensor.dtype} that a service does not send")
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if why := why_unsendable(tensor):
+        raise Unsendable(why)
+    # A copy: the bytes of a conjugated or negated view are those of the original, and a tensor with a single element is
+    # contiguous whatever its stride is, and may then not be viewed as bytes.
+    data = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()
     return [DTYPE_NAMES[tensor.dtype], [Kind.TUPLE, *tensor.shape], Ext(BYTES, data)]
 
 

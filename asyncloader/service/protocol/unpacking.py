@@ -9,11 +9,13 @@ takes are bounded by the bytes of its packed form: see `MOST_ARRAYS` and `MOST_K
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import operator
 import re
+import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -37,7 +39,6 @@ from asyncloader.service.protocol.msgpack_values import (
     SPARSE_BY_NAME,
     Kind,
     decoder,
-    init_fields,
     too_many_arrays,
 )
 from asyncloader.workers.ipc.peer_text import line_of
@@ -61,7 +62,10 @@ def unpack(data: bytes | memoryview) -> Any:
     Raises:
         ValueError: they are no packed value, or the value's type is not registered in this process.
     """
-    return build(decode(data), ())
+    try:
+        return build(decode(data), ())
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def decode(data: bytes | memoryview) -> Any:
@@ -90,8 +94,20 @@ class WireLeaf(NamedTuple):
 
 
 def build(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Return the value of a decoded tree with these leaves. Errors as `unpack`."""
-    return _Builder(leaves, dry=False).value(tree, DEPTH)
+    """Return the value of a decoded tree with these leaves.
+
+    Raises:
+        TypeError: a type in it is not registered in this process.
+        ValueError: it is not a packed value.
+    """
+    try:
+        return _Builder(leaves, dry=False).value(tree, DEPTH)
+    except _Unregistered as error:
+        place, name = _place_of(tree, error.args[0]), line_of(error.args[0])
+        raise TypeError(
+            f"{line_of(place or 'the batch')} is a {name}, and only types that were registered are made from a "
+            f"service's answers: call asyncloader.register_batch_type({name.rpartition('.')[2]})"
+        ) from None
 
 
 def check(tree: Any, leaves: Sequence[WireLeaf]) -> None:
@@ -211,13 +227,8 @@ class _Builder:
         if self._dry and name not in OURS:  # a dry run calls no constructor of the user
             return WireLeaf(None)
         if kind is None:
-            raise _Unregistered(
-                f"a batch contains a {line_of(name)}, and only types that were registered are made from a service's "
-                f"answers: call asyncloader.register_batch_type({line_of(name.rpartition('.')[2])})"
-            )
-        if hasattr(kind, "__dataclass_fields__"):
-            return kind(**dict(zip(init_fields(kind), fields, strict=True)))
-        return kind(*fields)
+            raise _Unregistered(name)
+        return _restored(kind, fields) if dataclasses.is_dataclass(kind) else _named_tuple(kind, fields)
 
     # ------------------------------------------------------------------------------------------ tensors
 
@@ -238,8 +249,55 @@ class _Builder:
         return make(*parts, checked, **special, check_invariants=True)
 
 
-class _Unregistered(ValueError):
-    pass
+class _Unregistered(Exception):
+    """The value has an object of a type with this name."""
+
+
+def _named_tuple(kind: Any, fields: list[Any]) -> Any:
+    if len(fields) != len(kind._fields):
+        raise _Broken(f"a {kind.__qualname__} of {len(fields)} fields")
+    return tuple.__new__(
+        kind, fields
+    )  # the type's own `__new__` was called by the sender, and may change its arguments
+
+
+def _restored(kind: Any, pairs: list[Any]) -> Any:
+    """Make a dataclass object with these attributes; names and values alternate. Calls no code of the user."""
+    made, found = object.__new__(kind), dict(zip(pairs[::2], pairs[1::2], strict=True))
+    for name, value in found.items():
+        # numpy and torch take the memory that an object's `__array_interface__` names.
+        if type(name) is not str or name.startswith("__"):
+            raise _Broken("an attribute of an object that is none")
+        if isinstance(inspect.getattr_static(kind, name, None), types.MemberDescriptorType):
+            object.__setattr__(made, name, value)  # in `__slots__`
+        else:
+            made.__dict__[name] = value
+    missing = [each.name for each in dataclasses.fields(kind) if each.init and each.name not in found]
+    if missing:
+        raise _Broken(f"a {kind.__qualname__} without {', '.join(missing)}")
+    return made
+
+
+def _place_of(tree: Any, name: str) -> str | None:
+    """Return the place of the first object of a type in a tree, as ``["meta"][0]``; None: it has none."""
+    if type(tree) is not list or not tree or tree[0] in (LEAF, Kind.SPARSE):
+        return None
+    kind, *values = tree
+    if kind == Kind.NAMED and values[0] == name:
+        return ""
+    steps: Iterable[str] = (f"[{number}]" for number in range(len(values)))
+    if kind in (Kind.DICT, Kind.ORDERED):
+        steps, values = (f"[{key!r:.40}]" for key in values[::2]), values[1::2]
+    elif kind == Kind.NAMED:
+        known: Any = OURS.get(values[0]) or REGISTERED.get(values[0]) or _WINDOWS.get(values[0])
+        if dataclasses.is_dataclass(known):
+            steps, values = (f".{key}" for key in values[1::2]), values[2::2]
+        else:
+            steps, values = (f".{key}" for key in known._fields), values[1:]
+    for step, value in zip(steps, values, strict=False):
+        if (inner := _place_of(value, name)) is not None:
+            return step + inner
+    return None
 
 
 def _is_key(value: Any) -> bool:
@@ -248,7 +306,9 @@ def _is_key(value: Any) -> bool:
         return True
     if kind is frozenset or isinstance(value, tuple):
         return all(map(_is_key, value))
-    return dataclasses.is_dataclass(value) and all(_is_key(getattr(value, name)) for name in init_fields(kind))
+    return dataclasses.is_dataclass(value) and all(
+        _is_key(getattr(value, each.name, None)) for each in dataclasses.fields(value)
+    )
 
 
 _KEYS = frozenset([*_SCALARS, bytes, complex, torch.dtype])

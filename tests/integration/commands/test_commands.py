@@ -364,6 +364,8 @@ def test_names_that_a_terminal_would_obey(tmp_path: Path, capsys: pytest.Capture
         (pickle.dumps(Evil()), "has no loader's state in it"),
         (b"", "a.pt is empty"),
         (b"PK\x03\x04 no archive", "not a checkpoint that can be read"),
+        (b"root:x:0:0:root:/root:/bin/bash\n", "a.pt is text, and neither JSON nor a pickle; it begins with b'root"),
+        (b"\x1f\x8b\x08\x00", "a.pt is neither a file of torch.save, JSON nor a pickle; it begins with b'\\x1f"),
         (b'{"a": [1, 2]}', "has no loader's state in it"),
         (b'{"a": [1, 2', "a.pt is not JSON that can be read: Expecting"),
         (b'{"a": "\xff"}', "a.pt is not JSON that can be read: 'utf-8' codec"),

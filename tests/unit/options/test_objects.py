@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+import re
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Recovery, Tuning
+from asyncloader import (
+    AsyncDataLoader,
+    DataLoader,
+    DeviceOptions,
+    Recovery,
+    RemoteIterableDataset,
+    RemoteMapDataset,
+    StatefulDataLoader,
+    Tuning,
+)
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, OPTION_NAMES, OUR_OPTION_NAMES
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.options.objects import OPTION_OBJECTS, grouped
+from asyncloader.options.objects import _OF_DATASETS, OPTION_OBJECTS, grouped
 from tests.helpers.datasets import Numbers
+
+ROWS = Numbers(3)
 
 
 def test_few_options_are_flat() -> None:
@@ -73,3 +88,46 @@ def test_sizes_are_resolved_when_iteration_begins() -> None:
     given: dict[str, Any] = {"tuning": Tuning(ring_bytes="2MiB"), "recovery": Recovery(worker_memory_limit="1GB")}
     config = EpochConfig.of(DataLoader(Numbers(3), num_workers=1, **given))
     assert (config.ring_bytes, config.worker_memory_limit) == (2 << 20, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "instead"),
+    [
+        (partial(DataLoader, ROWS), "persistent_worker", ". Did you mean 'persistent_workers'?"),
+        (DataLoader(ROWS).clone, "batchsize", ". Did you mean 'batch_size'?"),
+        (partial(DataLoader, ROWS), "num_replicas", ". Did you mean 'world_size'?"),
+        (
+            partial(AsyncDataLoader, ROWS),
+            "worker_timeout",
+            ": it is a field of Recovery, so write recovery=Recovery(worker_timeout=...)",
+        ),
+        (
+            partial(AsyncDataLoader, ROWS),
+            "ring_byte",
+            ": 'ring_bytes' is a field of Tuning, so write tuning=Tuning(ring_bytes=...)",
+        ),
+        (Tuning, "worker_timeout", ": it is a field of Recovery, so write recovery=Recovery(worker_timeout=...)"),
+        (Recovery, "worker_timeouts", ". Did you mean 'worker_timeout'?"),
+        (
+            partial(StatefulDataLoader, ROWS),
+            "shuffle_buffer",
+            ": it is an argument of RemoteIterableDataset, which a loader gets as its dataset",
+        ),
+        (partial(StatefulDataLoader, ROWS), "seed", ""),
+        (partial(DataLoader, ROWS), "nothing_like_it", ""),
+    ],
+)
+def test_names_that_are_no_options(call: Callable[..., Any], name: str, instead: str) -> None:
+    """Are refused in Python's words, with the right spelling and place."""
+    with pytest.raises(
+        TypeError, match=rf"__init__\(\) got an unexpected keyword argument '{name}'{re.escape(instead)}$"
+    ):
+        call(**{name: 4})
+
+
+def test_arguments_of_datasets_are_theirs() -> None:
+    """Each name that an error calls an argument of a dataset is one, and no option of a loader."""
+    for name, text in _OF_DATASETS.items():
+        assert name not in OPTION_NAMES
+        kinds = [each for each in (RemoteIterableDataset, RemoteMapDataset) if each.__name__ in text]
+        assert all(name in signature(each).parameters for each in kinds)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import mmap
 import pickle
 from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import InitVar, dataclass, field
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import numpy as np
@@ -20,10 +21,12 @@ from msgspec.msgpack import Ext
 
 from asyncloader import register_batch_type
 from asyncloader.events import PositionedIndex
+from asyncloader.service.protocol.msgpack_batches import BatchEncoder, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import MOST_ARRAYS, Unsendable, pack
 from asyncloader.service.protocol.unpacking import build, check, decode, unpack
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS
+from asyncloader.workers.memory.ring import make_anchor
 from tests.helpers.comparing import assert_same
 
 
@@ -38,6 +41,47 @@ class Point(NamedTuple):
 class Boxed:
     x: Any
     hidden: int = field(default=3, init=False)
+
+
+@register_batch_type
+@dataclass
+class Scaled:
+    """An image that is divided where it is made."""
+
+    x: torch.Tensor
+    scale: InitVar[float]
+    shape: Any = field(init=False)
+    unset: Any = field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        self.x = self.x / scale
+        self.shape = tuple(self.x.shape)
+        self.note = "an attribute that is no field"
+
+
+@register_batch_type
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: Any
+    known: int = field(default=3, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "x", self.x + 1)
+
+
+class Number(NamedTuple):
+    x: int
+
+
+@register_batch_type
+class Summed(Number):  # without slots, so that it can have attributes
+    def __new__(cls, x: int) -> Self:
+        return super().__new__(cls, x + 1)
+
+
+@dataclass
+class Mapped(dict[str, Any]):
+    x: int = 0
 
 
 class Unregistered(NamedTuple):
@@ -107,6 +151,7 @@ def _exact(value: Any) -> Any:
         torch.tensor(3.5),
         torch.arange(6).reshape(2, 3).t(),
         torch.zeros(0, 3),
+        torch.arange(2.0)[::2],
         torch.ones(3, dtype=torch.bfloat16),
         Cursor(1, 2, False, {"at": torch.tensor([1, 2])}, None),
         1 << 200,
@@ -135,6 +180,12 @@ def test_sparse_tensors_come_back(layout: torch.layout) -> None:
             assert back.is_coalesced() == value.is_coalesced()
 
 
+def attributed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with an attribute of its own."""
+    tensor.note = "n"  # type: ignore[attr-defined]
+    return tensor
+
+
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
     """An equal tensor that has each coordinate twice."""
     return torch.sparse_coo_tensor(
@@ -145,13 +196,28 @@ def doubled(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def test_conjugated_and_negated_views() -> None:
+    """Arrive with their values, in a state and in a batch."""
+    numbers = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6.0]])
+    views = {"conj": numbers.conj(), "transposed": numbers.mH[:, :1], "negated": numbers.conj().imag}
+    encoded = BatchEncoder().encode(views)
+    encoded.write(memory := mmap.mmap(-1, encoded.nbytes), 0)
+    batch = BatchTemplate(encoded.template).copy_out(make_anchor(memory, 0, encoded.nbytes))
+    for back in (unpack(pack(views)), batch):
+        assert_same(back, {name: view.resolve_conj().resolve_neg() for name, view in views.items()})
+
+
 UNSENDABLE = {
     "an object": ({"a": [1, object()]}, r"\['a'\]\[1\] is a builtins.object, which a service does not send"),
     "a function": (Point(1, len), r"\.y is a builtins.builtin_function_or_method"),
     "an array of objects": ([np.array([None])], r"\[0\] is an array of dtype object"),
     "a subclass": ((Sub([1.0]),), r"\[0\] is a .*Sub"),
     "a sparse tensor with a gradient": (torch.zeros(2).to_sparse().requires_grad_(), "it is a sparse tensor with a"),
-    "a tensor with a gradient": (torch.ones(2, requires_grad=True), "it is a tensor that is not a plain dense one"),
+    "a tensor with a gradient": (
+        torch.ones(2, requires_grad=True),
+        r"it is a tensor with requires_grad=True, which .*: detach\(\) it",
+    ),
+    "a tensor with an attribute": (attributed(torch.ones(2)), "it is a tensor with attributes of its own, .*: note"),
     "half a character": ({"name": "a\udc80"}, "not valid Unicode"),
 }
 
@@ -171,10 +237,37 @@ def test_a_value_that_contains_itself() -> None:
         pack(value)
 
 
+def test_objects_are_restored_and_not_made_anew() -> None:
+    """Their constructors are not called a second time, and every attribute arrives."""
+    scaled, frozen, summed = unpack(pack([Scaled(torch.full((2,), 255.0), 255.0), Frozen(4), Summed(1)]))
+    assert scaled.x.tolist() == [1, 1]
+    assert (scaled.shape, scaled.note, hasattr(scaled, "unset")) == ((2,), "an attribute that is no field", False)
+    assert (frozen, frozen.x, frozen.known) == (unpack(pack(frozen)), 5, 3)
+    assert (type(summed), summed.x) == (Summed, 2)
+    with pytest.raises(TypeError, match=r"it is made by dict.__new__"):
+        register_batch_type(Mapped)
+    with pytest.raises(Unsendable, match=r"it is made by dict.__new__"):
+        pack(Mapped(1))
+    summed.extra = 1
+    with pytest.raises(Unsendable, match=r"attributes besides its fields, .*: extra"):
+        pack(summed)
+
+
+@pytest.mark.parametrize("values", [[["__array_interface__", 1, "x", 2]], [["x"]], [[5, 1]], [["note", 1]]])
+def test_attributes_that_no_loader_sends(values: list[Any]) -> None:
+    """Are refused: names that give an object other memory, names without a value, and fields that are missing."""
+    for each in values:
+        with pytest.raises(ValueError, match="broken stream"):
+            unpack(msgspec.msgpack.encode([9, f"{__name__}.Boxed", *each]))
+
+
 def test_only_registered_types_are_made() -> None:
-    """A type that this process did not register is an error that names it and the remedy."""
+    """A type that this process did not register is an error that names its place and the remedy."""
     with pytest.raises(ValueError, match=r"register_batch_type\(Unregistered\)"):
         unpack(pack(Unregistered(1)))
+    batch = {"a": [1, Boxed(Point(1, (Unregistered(2),)))]}
+    with pytest.raises(TypeError, match=r"^\['a'\]\[1\].x.y\[0\] is a .*Unregistered, .*register_batch_type\(Unregis"):
+        build(decode(pack(batch)), ())
     with pytest.raises(TypeError, match="named tuple or a dataclass"):
         register_batch_type(dict)
 
