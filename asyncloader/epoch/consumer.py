@@ -505,9 +505,8 @@ class Consumer:
         delivery.reached = _DONE
 
     def drain_notices(self) -> None:
-        """Process notices about workers. Call it before taking a batch: the user may have turned warnings into errors,
-        and no batch may be lost to one.
-        """
+        """Process notices about workers."""
+        # Call it before taking a batch: the user may have turned warnings into errors, and no batch may be lost to one.
         while self._notices:
             notice = self._notices.popleft()
             if isinstance(notice, CopyBegun):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline_prefetch import BatchPrefetcher
+from asyncloader.epoch.inline_prefetch import BatchPrefetcher, SamplerFailure
 from asyncloader.epoch.inline_reader import make_reader
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
@@ -99,11 +99,11 @@ class InlineEpoch:
         self._run = statistics.epochs  # number of the iterator, in traces
         self._skipped = SkippedSampleLog(self._config.max_skipped_samples, statistics)
         self.over = False
-        """Whether more samples raised than are allowed."""
+        # Whether more samples raised than are allowed.
         self.closed = False
-        """Whether the sync iterator was closed."""
+        # Whether the sync iterator was closed.
         self.fetching: set[asyncio.Task[Any]] = set()
-        """What another thread waits for in the bridge's loop, which `close` cancels."""
+        # What another thread waits for in the bridge's loop, which `close` cancels.
 
     def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
         self.progress = progress
@@ -247,7 +247,7 @@ class InlineEpoch:
             except EndOfData:
                 break
             except Exception as error:  # raised after the batches that were started before
-                index, failed = _SamplerFailure(error), True
+                index, failed = SamplerFailure(error), True
             # No calls from here on: after Ctrl-C each index must be either kept, or taken again.
             self._ahead += (index,)
             self._given = task + 1
@@ -258,7 +258,7 @@ class InlineEpoch:
         """
         while self._ahead:
             index = self._ahead.popleft()
-            if isinstance(index, _SamplerFailure):
+            if isinstance(index, SamplerFailure):
                 prefetcher.add_error(index.error)
             else:
                 prefetcher.start(index)
@@ -514,10 +514,3 @@ def _count_samples(config: EpochConfig, index: Any, records: Sequence[SkippedSam
         index = index[1]  # seeded mode: (position, index)
     count = len(index) if config.auto_collation and hasattr(index, "__len__") else 1
     return count - dropped_count(records) if records else count
-
-
-class _SamplerFailure:
-    """Stands for an index: the sampler raised this error instead."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error

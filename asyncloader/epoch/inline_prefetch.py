@@ -184,3 +184,10 @@ def mark_retrieved(future: asyncio.Future[Any]) -> None:
     """Have the loop not log the error of a future that is done: it is raised elsewhere, or not wanted any more."""
     if not future.cancelled():
         future.exception()
+
+
+class SamplerFailure:
+    """Stands for an index: the sampler raised this error instead."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

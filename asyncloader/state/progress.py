@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,11 +17,10 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
-from asyncloader.state.cursors import marked, value_cursor
+from asyncloader.state.cursors import described_data, marked, value_cursor
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
-from asyncloader.workers.fetch.dataset_kinds import digest_of
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
@@ -526,16 +524,3 @@ def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
         return None
     # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
     return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
-
-
-def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]:
-    """Return the length of a map dataset, and the digest of its data; None where it has none, and for a stream. `find`:
-    as of `digest_of`.
-    """
-    found: dict[str, Any] = {"length": None, "data_digest": None}
-    if not config.iterable:
-        with suppress(Exception):  # torch does not call `len` if a sampler was given, so an error must not surface
-            found["length"] = len(config.dataset)
-        with suppress(Exception):
-            found["data_digest"] = digest_of(config.dataset, find=find)
-    return found

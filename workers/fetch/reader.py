@@ -399,19 +399,6 @@ class DatasetReader(ReaderEnd):
         # The worker has been sent later tasks, which must not get the samples of the batch that is tried again.
         self._paused = self._in_worker and self._setup.iterable and is_tried_again(error)
 
-    def resume(self) -> None:
-        """Read on where a store failed: `fetch` raises `Paused` since then, in a worker, of a stream."""
-        self._paused = False
-
-    def taken(self) -> None:
-        """The consumer has the stream's batch, or an error in its place. See `StreamFetcher.keeps`."""
-        if self._fetcher is not None:
-            self._fetcher.taken()
-
-    def recount(self, batches: int) -> None:
-        """Set the number of batches that were read: the last was interrupted, perhaps after it was counted."""
-        self._bookmark.batches = batches
-
     async def _timed(self, fetching: Awaitable[Any]) -> Any:
         began = perf_counter()
         result = await fetching

@@ -1,4 +1,4 @@
-"""Ends the reading of a dataset: its stream, its threads, and what its code has opened.
+"""Ends a batch that was read, and the reading of a dataset: its stream, its threads, and what its code has opened.
 
 Data path: none; part of `reader`.
 """
@@ -14,14 +14,28 @@ from asyncloader.workers.fetch.threads import JobThreads
 
 
 class ReaderEnd:
-    """The base of `DatasetReader`, which reads."""
+    """The base of `DatasetReader`, which reads: what ends a batch, and what ends the reading."""
 
     dataset: Any
     resources: ResourceScope
     _fetcher: Any
     _bookmark: Bookmark
+    _paused: bool
     _threads: JobThreads | None
     _decode_threads: JobThreads | None
+
+    def resume(self) -> None:
+        """Read on where a store failed: `fetch` raises `Paused` since then, in a worker, of a stream."""
+        self._paused = False
+
+    def taken(self) -> None:
+        """The consumer has the stream's batch, or an error in its place. See `StreamFetcher.keeps`."""
+        if self._fetcher is not None:
+            self._fetcher.taken()
+
+    def recount(self, batches: int) -> None:
+        """Set the number of batches that were read: the last was interrupted, perhaps after it was counted."""
+        self._bookmark.batches = batches
 
     async def aclose(self) -> None:
         """Stop reading, and `close`. No fetch may be in progress."""
