@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from time import monotonic
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from asyncloader.errors import LoaderClosed
 from asyncloader.process_hooks import THIS_PROCESS, own_pid
@@ -233,42 +233,43 @@ class Bridge:
                 )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop and wait for it.
+        """Run a coroutine in the loop and wait for it. Ctrl-C cancels it.
 
         Raises:
             LoaderClosed: the loop has ended.
             RuntimeError: called from the loop's own thread.
         """
+        call = Call(coroutine)
+        try:
+            return self.wait(call)
+        except BaseException:
+            loop = self._loop
+            if not call.over and loop is not None:  # Ctrl-C
+                # In the loop, which may not have launched it yet: the two calls keep their order.
+                loop.call_soon_threadsafe(call.cancel)
+            raise
+
+    def wait(self, call: Call[T]) -> T:
+        """Run a call in the loop and wait for it, as `run`; but after Ctrl-C it goes on and can be waited for again."""
         if self.in_loop_thread:
-            coroutine.close()
+            call.discard()
             raise RuntimeError("a loader's own loop cannot wait for itself")
-        # Not run_coroutine_threadsafe: its two futures refer to each other, and would keep the result, such as a batch,
-        # until the garbage collector runs.
-        answers: queue.SimpleQueue[asyncio.Task[T]] = queue.SimpleQueue()
-        launched: list[asyncio.Task[T]] = []
         try:
             loop = self._live_loop()
-            loop.call_soon_threadsafe(_launch, loop, coroutine, launched, answers)
+            # Again after Ctrl-C, which may have come before it: a call that was launched ignores it.
+            loop.call_soon_threadsafe(call.launch, loop)
         except BaseException as error:
-            # Python would warn that it was never awaited.
-            coroutine.close()
-            if isinstance(error, RuntimeError):  # as in `call_soon`
-                self._live_loop()
+            if isinstance(error, (RuntimeError, LoaderClosed)):  # not Ctrl-C
+                call.discard()
+                self._live_loop()  # raises, as in `call_soon`
             raise
+        call.join()
         try:
-            task = _first_of(answers)
-        except BaseException:  # Ctrl-C
-            # In the loop, which may not have launched it yet: the two calls keep their order.
-            loop.call_soon_threadsafe(_cancel, launched)
-            raise
-        try:
-            return task.result()
+            return call.result()
         except asyncio.CancelledError:
             if self._loop is not loop:  # `release`, in another thread, has ended the loop, which cancelled it
                 raise LoaderClosed(_CLOSED) from None
             raise
-        finally:
-            del task, launched  # an error's traceback refers to this frame
 
     def _live_loop(self) -> asyncio.AbstractEventLoop:
         loop = self._loop
@@ -277,11 +278,62 @@ class Bridge:
         return loop
 
 
-def _first_of(answers: queue.SimpleQueue[T]) -> T:
-    """Wait for the first answer."""
-    while True:
-        with contextlib.suppress(queue.Empty):
-            return answers.get(timeout=SIGNALS_S)
+class Call(Generic[T]):
+    """A coroutine that runs in a bridge's loop, for a thread that waits for it, by `Bridge.wait`."""
+
+    # Not run_coroutine_threadsafe: its two futures refer to each other, and would keep the result, such as a batch,
+    # until the garbage collector runs.
+    def __init__(self, coroutine: Coroutine[Any, Any, T]) -> None:
+        self._coroutine: Coroutine[Any, Any, T] | None = coroutine
+        self._task: asyncio.Task[T] | None = None
+        self._answers: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.over = False
+        """Whether it has raised, or has not run: it cannot be waited for again."""
+
+    def launch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to run, the first time that this is called. In the loop's thread."""
+        coroutine, self._coroutine = self._coroutine, None
+        if coroutine is not None:
+            self._task = loop.create_task(coroutine)
+            self._task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[T]) -> None:
+        if not task.cancelled():
+            task.exception()  # marked as retrieved: perhaps no thread waits any more
+        self._answers.put(None)
+
+    def cancel(self) -> None:
+        """Cancel it. In the loop's thread."""
+        if self._task is None:
+            self.discard()
+        else:
+            self._task.cancel()
+
+    def discard(self) -> None:
+        """Do not run it: it was not launched."""
+        self.over = True
+        coroutine, self._coroutine = self._coroutine, None
+        if coroutine is not None:
+            coroutine.close()  # Python would warn that it was never awaited
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        # The task is asked, as Ctrl-C may lose the answer that was taken.
+        while self._task is None or not self._task.done():
+            with contextlib.suppress(queue.Empty):
+                self._answers.get(timeout=SIGNALS_S)
+
+    def result(self) -> T:
+        """Return the result, or raise the error."""
+        task = self._task
+        assert task is not None
+        try:
+            return task.result()
+        except BaseException:
+            self.over, self._task = True, None
+            raise
+        finally:
+            del task  # an error's traceback refers to this frame
 
 
 async def in_thread(function: Callable[[], T]) -> T:
@@ -342,22 +394,6 @@ def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
         return bridge.run(coroutine)
     finally:
         bridge.release()
-
-
-def _launch(
-    loop: asyncio.AbstractEventLoop,
-    coroutine: Coroutine[Any, Any, T],
-    launched: list[asyncio.Task[T]],
-    answers: queue.SimpleQueue[asyncio.Task[T]],
-) -> None:
-    task = loop.create_task(coroutine)
-    launched.append(task)
-    task.add_done_callback(answers.put)
-
-
-def _cancel(tasks: list[asyncio.Task[T]]) -> None:
-    for task in tasks:
-        task.cancel()
 
 
 def run_until(over: Callable[[], bool], run: Callable[[], object]) -> None:

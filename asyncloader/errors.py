@@ -27,10 +27,12 @@ text, and the attributes have their defaults: 0 for numbers (-1 for `worker_id`)
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import signal
 import warnings
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _log = logging.getLogger("asyncloader")
@@ -93,6 +95,33 @@ def is_about_sample(error: BaseException) -> bool:
     of a user's own clients count as the sample's: only the user knows their meaning.
     """
     return error.about_sample if isinstance(error, LoaderError) else not isinstance(error, ImportError)
+
+
+def is_tried_again(error: BaseException) -> bool:
+    """Return whether the batch that meets this error is made again at the next call, as a store failed: a transport's
+    error that is not about a sample. Other errors of the user's code take their batch's place.
+    """
+    return isinstance(error, LoaderError) and not error.about_sample
+
+
+def interrupts(error: BaseException) -> bool:
+    """Return whether the error only interrupts what is read, which goes on at the next call: a store failed, or Ctrl-C
+    or a cancellation came.
+    """
+    return not isinstance(error, Exception) or is_tried_again(error)
+
+
+def left_a_generator(error: BaseException) -> bool:
+    """Whether the exception passed through the frame of a generator, which is finished thereby."""
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        generator = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
+        # A generator that implements `__await__`, or a generator-based coroutine, is not the stream.
+        if generator and not code.co_flags & inspect.CO_ITERABLE_COROUTINE and code.co_name != "__await__":
+            return True
+        step = step.tb_next
+    return False
 
 
 def text_of(error: BaseException) -> str:

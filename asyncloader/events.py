@@ -222,7 +222,16 @@ class Fail(NamedTuple):
     error: BaseException
 
 
-Action: TypeAlias = Pull | Assign | Replace | Deliver | Drop | Finish | Fail
+class StoreFailed(NamedTuple):
+    """A store failed: the consumer gets the error. When it comes again, it calls `Scheduler.again` with the number of
+    this failure, and the tasks that failed are assigned once more.
+    """
+
+    number: int
+    error: Exception
+
+
+Action: TypeAlias = Pull | Assign | Replace | Deliver | Drop | Finish | Fail | StoreFailed
 
 
 # ------------------------------------------------------------------- outcomes and notices
@@ -288,3 +297,10 @@ class Resized(NamedTuple):
     """Notifies the consumer that another number of workers makes batches now."""
 
     workers: int
+
+
+class CopyBegun(NamedTuple):
+    """A copy of the dataset, of a worker or a stream, began the epoch; the cursor says at which state."""
+
+    copy: int
+    cursor: PackedCursor

@@ -244,7 +244,7 @@ def test_nothing_of_ours_runs_while_the_interpreter_is_finalizing(root: Function
     [
         ("_shutdown_workers", "Bridge.release: thread.join"),
         ("_shutdown_workers", "Stage.close: self._thread.join"),
-        ("_shutdown_workers", "_first_of: answers.get"),
+        ("_shutdown_workers", "Call.join: self._answers.get"),
         ("make_group", "destroy_unused: thread.join"),
         ("_destroy", "_destroy: torch.distributed.destroy_process_group"),
     ],

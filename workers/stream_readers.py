@@ -168,6 +168,19 @@ class StreamReaders:
                 found += reader.first_cursors()
         return found
 
+    def resume(self) -> None:
+        """`DatasetReader.resume` of each: the main process sends all failed tasks of a worker again together."""
+        for reader in self._readers.values():
+            reader.resume()
+
+    def taken(self) -> None:
+        """`DatasetReader.taken` of the stream that was read last."""
+        self._readers[self.copy].taken()
+
+    def recount(self, batches: int) -> None:
+        """`DatasetReader.recount` of the stream that was read last."""
+        self._readers[self.copy].recount(batches)
+
     def failed(self) -> None:
         """Count a batch that raised, of the stream that was read last. See `DatasetReader.failed`."""
         self._readers[self.copy].failed()

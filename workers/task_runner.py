@@ -23,14 +23,15 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.error_answers import ErrorAnswers
 from asyncloader.workers.error_pickle import PickledStartError
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation, warn_of_exit
-from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
+from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_state import PackedCursor, bytes_of, is_stateful
 from asyncloader.workers.fetch.error_notes import note_collation
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.fetch.setup import LateSetup, WorkerSetup, install_worker_info, reseeded_datapipe, seed_worker
 from asyncloader.workers.fetch.worker_init import call_worker_init
@@ -53,7 +54,7 @@ _log = logging.getLogger("asyncloader")
 _LOOK_S = 0.02  # between two looks at how much CPU time was used: one takes 5 us
 
 
-class TaskRunner:
+class TaskRunner(ErrorAnswers):
     """Carries out tasks and answers them.
 
     Args:
@@ -106,7 +107,9 @@ class TaskRunner:
         self._samples = self._epoch = 0
         self._cpu_mark = self._clock()
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
+        self._last_seq = -1  # of the tasks that came in this epoch
         self._start_error: bytes | None = None
+        self._store_error = b""  # the last error of a store
         self._reader: DatasetReader | StreamReaders | None = None
         self._identities: Identities | None = None  # of the streams, where the worker serves several
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
@@ -340,7 +343,7 @@ class TaskRunner:
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
         self._epoch = self._assignments.epoch = epoch
-        self._ended = False
+        self._ended, self._last_seq = False, -1
         # The task that it was for may have been cancelled before it began. No task of this epoch is suspected yet.
         self._forget_suspect()
         # Before the dataset begins, which may take long: from here on no older task writes, so the main process may use
@@ -375,6 +378,9 @@ class TaskRunner:
         records: list[SkippedSample] = []
         try:
             index = self._codec.loads(packed)
+            if seq <= self._last_seq:
+                self._resume()
+            self._last_seq = seq
             reader = self._reader_or_error()
             # Tested here, and not by a context that does nothing: entering a context for every task takes longer.
             if self._suspect is None:
@@ -408,6 +414,9 @@ class TaskRunner:
         records: list[SkippedSample] = []
         try:
             index = self._codec.loads(packed)
+            if seq <= self._last_seq:
+                self._resume()
+            self._last_seq = seq
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()
@@ -503,38 +512,3 @@ class TaskRunner:
         if self._processor_use is not None and now >= self._look_at:
             self._look_at = now + _LOOK_S
             self._processor_use.record()
-
-    def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:
-        """Send the records of a task's bad samples. The task's answer must follow."""
-        self.channel.send_all(wire.pack_answer(wire.BAD_SAMPLES, epoch, seq, 0.0, self._codec.dump_records(records)))
-
-    def _answer_error(
-        self, epoch: int, seq: int, busy: Callable[[], float], error: BaseException, records: list[SkippedSample]
-    ) -> None:
-        if records:
-            self._send_skipped_samples(epoch, seq, records)
-        if isinstance(error, NoSamples):
-            cursor = self._reader.cursor() if self._reader is not None else None
-            self.channel.send_all(wire.pack_answer(wire.ALL_DROPPED, epoch, seq, busy(), bytes_of(cursor)))
-            return
-        if isinstance(error, EndOfData):
-            # Unless it serves several streams, the main process voids all other tasks of this worker when it reads the
-            # answer, so none of them may be answered.
-            self._ended = not isinstance(self._reader, StreamReaders)
-            kind = wire.EXHAUSTED if self._ended else wire.STREAM_ENDED
-            cursor = self._reader.last_cursor() if self._reader is not None else None
-            self.channel.send_all(wire.pack_answer(kind, epoch, seq, busy(), bytes_of(cursor)))
-            return
-        if isinstance(error, PickledStartError):
-            payload = error.payload
-        else:
-            if not isinstance(error, Exception):  # it would end the main process
-                error = not_the_end(error, "the dataset's code")
-            payload = self._codec.dump_error(error, self.worker_id)
-            if self._reader is not None:
-                # An error that the user's code raised counts as an answer; a start-up error does not, because nothing
-                # was read.
-                self._reader.failed()
-                if not self._reader.begun:
-                    self.channel.send_all(wire.pack_started(epoch, payload, []))
-        self.channel.send_all(wire.pack_answer(wire.ERROR, epoch, seq, busy(), payload))

@@ -27,7 +27,7 @@ from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.inline_prefetch import mark_retrieved
 from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, BatchCosts, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
-from asyncloader.errors import LoaderClosed, TooManySkippedSamples
+from asyncloader.errors import LoaderClosed, TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import B_co, LoaderSpec
 from asyncloader.ranks.agreement import in_daemon
 from asyncloader.shielding import shielded
@@ -125,6 +125,7 @@ class AsyncInlineIterator(Generic[B_co]):
                 self._place.note(error)
             hide_our_frames(error)
             raise
+        self._epoch.progress.pending = None
         self._torch_iter._num_yielded += 1
         if self._torch_iter._IterableDataset_len_called is not None:
             warn_over_length(self._torch_iter)
@@ -163,9 +164,9 @@ class AsyncInlineIterator(Generic[B_co]):
             self._end("")
             epoch.finish()
             raise
-        except BaseException:
+        except BaseException as error:
             self._pending = None
-            epoch.failed(self._records)
+            epoch.failed(error, self._records)
             raise
         finally:
             epoch.statistics.waiting_since = None
@@ -188,9 +189,9 @@ class AsyncInlineIterator(Generic[B_co]):
             raise
         except asyncio.CancelledError:  # by `aclose`, which notifies the other ranks
             raise
-        except BaseException:
+        except BaseException as error:
             if agreement is not None:
-                await in_daemon(agreement.fail)
+                await in_daemon(agreement.pause if interrupts(error) else agreement.fail)
             raise
 
     async def _agreed_next(self) -> tuple[Any, Any, PackedCursor | None]:
@@ -201,7 +202,9 @@ class AsyncInlineIterator(Generic[B_co]):
         except NoSamples:
             return NO_BATCH, None, epoch.cursor()
         cursor = epoch.cursor()
-        if epoch.agreement is not None and not await self._cancellably(in_daemon(epoch.agreement.batch)):
+        if (ranks := epoch.agreement) is not None and not await self._cancellably(
+            in_daemon(lambda: epoch.agreed(ranks.batch))
+        ):
             raise EndOfData
         if epoch.transfer is not None:
             batch = await self._place.in_thread(epoch.start_transfer, batch)
@@ -214,10 +217,11 @@ class AsyncInlineIterator(Generic[B_co]):
         if not epoch.opened:
             await self._cancellably(epoch.open())
         if epoch.prefetcher is not None:
-            epoch.start_ahead(epoch.prefetcher, epoch.indices_ahead(epoch.prefetcher))
+            epoch.pull_ahead(epoch.prefetcher)
+            epoch.start_ahead(epoch.prefetcher)
             with epoch.measured_on_loop():
                 return await epoch.prefetcher.take(self._records)
-        index = await self._cancellably(epoch.next_index_async())
+        index = await self._cancellably(epoch.due_index())
         if not epoch.reader.asynchronous:
             fetch = epoch.fetcher(epoch.reader.fetch, perf_counter())
             return index, await self._place.fetch_in_thread(fetch, index, self._records)

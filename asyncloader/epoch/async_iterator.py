@@ -39,7 +39,7 @@ from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
 from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
-from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.events import Action, Deliver, Fail, Finish, StoreFailed
 from asyncloader.options.declaration import B_co
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.process_hooks import THIS_PROCESS, own_pid
@@ -230,6 +230,9 @@ class AsyncLoaderIterator(Generic[B_co]):
         try:
             while True:  # once, unless several tasks share this iterator, or all samples of a batch were dropped
                 self._consumer.drain_notices()
+                if self._consumer.again is not None and self._pipeline is not None:
+                    again, self._consumer.again = self._consumer.again, None
+                    self._pipeline.again(again)
                 copying = self._copying
                 if copying is not None:
                     copied, copy = copying
@@ -350,6 +353,10 @@ class AsyncLoaderIterator(Generic[B_co]):
 
     async def _end(self, item: Action) -> BaseException:
         """End the epoch with this item. Returns the exception to raise."""
+        if isinstance(item, StoreFailed):
+            self._consumer.again = item.number
+            self._queue.wake_one()  # another task that waits for a batch has come already
+            return item.error
         if isinstance(item, Finish):
             self._ended = ""
             self._progress.finish()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from asyncloader.bridge import in_thread
 from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
-from asyncloader.epoch.pipeline import CopyBegun, Pipeline
+from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
@@ -29,6 +29,7 @@ from asyncloader.events import (
     NOTHING,
     Action,
     AllDropped,
+    CopyBegun,
     Deliver,
     MoreOffers,
     Notice,
@@ -120,7 +121,9 @@ class Consumer:
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
         self._first = True
-        self.delivery = Delivery()
+        # Number of the store's failure that the user got last, until the pipeline is notified of the next call.
+        self.again: int | None = None
+        self.delivery = progress.delivery = Delivery()
         self._opener = Opener(statistics)
         self._pins, self._pin_device = torch_iter._pin_memory, torch_iter._pin_memory_device
         self._transfer = transfer
@@ -298,8 +301,8 @@ class Consumer:
 
         After a KeyboardInterrupt, a second call with the same item continues where the first stopped: the user gets the
         batch, or its error, once, and the sampler is advanced once. The user's own code cannot be continued: a sampler
-        that is a generator ends with the KeyboardInterrupt, and the epoch with it; an `on_error` function, and
-        `collate_fn` after it, are called again. The statistics may lack the batch.
+        that is a generator is read anew up to its position; an `on_error` function, and `collate_fn` after it, are
+        called again. The statistics may lack the batch.
 
         Args:
             item: the pipeline's item.
@@ -502,9 +505,8 @@ class Consumer:
         delivery.reached = _DONE
 
     def drain_notices(self) -> None:
-        """Process notices about workers. Call it before taking a batch: the user may have turned warnings into errors,
-        and no batch may be lost to one.
-        """
+        """Process notices about workers."""
+        # Call it before taking a batch: the user may have turned warnings into errors, and no batch may be lost to one.
         while self._notices:
             notice = self._notices.popleft()
             if isinstance(notice, CopyBegun):

@@ -12,56 +12,48 @@ from __future__ import annotations
 
 import asyncio
 import weakref
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-import torch
-from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
-from torch.utils.data.dataloader import _BaseDataLoaderIter
-from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
-
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline_prefetch import BatchPrefetcher
-from asyncloader.epoch.plan import worker_setup
-from asyncloader.epoch.shard_assignment import InlineAssignments
+from asyncloader.epoch.inline_prefetch import BatchPrefetcher, SamplerFailure
+from asyncloader.epoch.inline_reader import make_reader
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
-from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed
-from asyncloader.errors import TooManySkippedSamples
+from asyncloader.epoch.torch_iterator import TorchIterator
+from asyncloader.errors import TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.plain_context import plain_context
 from asyncloader.ranks.topology import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.state.progress import Progress
-from asyncloader.telemetry.counters import Recorder
+from asyncloader.state.progress import PendingBatch, Progress
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
-from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.fetch.stream_errors import over_after
 from asyncloader.workers.memory.batch_bytes import batch_nbytes
-from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.processor_use import thread_delay
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import Ready
     from asyncloader.epoch.tuning import EpochTuning
-    from asyncloader.workers.stream_readers import StreamReaders
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _NOTHING = nullcontext()
 _END, _TAKEN = object(), object()  # no index is left; the first index was taken
+_BEGUN: PendingBatch = (None, 0, None, NO_BATCH)
 _LOOK_S = 0.02  # between two batches that are measured more closely
 
 
@@ -107,11 +99,11 @@ class InlineEpoch:
         self._run = statistics.epochs  # number of the iterator, in traces
         self._skipped = SkippedSampleLog(self._config.max_skipped_samples, statistics)
         self.over = False
-        """Whether more samples raised than are allowed."""
+        # Whether more samples raised than are allowed.
         self.closed = False
-        """Whether the sync iterator was closed."""
+        # Whether the sync iterator was closed.
         self.fetching: set[asyncio.Task[Any]] = set()
-        """What another thread waits for in the bridge's loop, which `close` cancels."""
+        # What another thread waits for in the bridge's loop, which `close` cancels.
 
     def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
         self.progress = progress
@@ -121,10 +113,14 @@ class InlineEpoch:
         self._tasks = 0
         self._read = False  # a batch was read, and is neither delivered nor failed
         self._cursor: PackedCursor | None = None  # after that batch
-        self._given = 0  # indices that were passed to the prefetcher
+        self._agreed = self._refused = False  # the ranks have agreed on the batch that is made, or could not
+        self._due: tuple[Any] | None = None  # the index of that batch, from an async sampler
+        self._ahead: deque[Any] = deque()  # indices that the prefetcher does not have yet
+        self._given = 0  # indices that were taken for the prefetcher
+        self._broken = ""  # the kind of error with which a store has ended an async sampler
         self._fresh = True
         self._first: Any = _TAKEN
-        self.reader = reader = _make_reader(torch_iter, progress, self._recorder)
+        self.reader = reader = make_reader(torch_iter, progress, self._recorder)
         self._streams = None if isinstance(reader, DatasetReader) else reader
         if self._alone and isinstance(reader, DatasetReader) and not reader.asynchronous:
             # Weak, because the loader keeps the position of its newest iterator, which must not keep the dataset's
@@ -193,9 +189,14 @@ class InlineEpoch:
     def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
         order, began = torch_iter.order, perf_counter()
         try:
-            step, index = torch_iter.pull()
+            # By the task's number, so that a batch that was interrupted gets the same index again.
+            step, index = torch_iter.pull(None if order is None else task)
         except StopIteration:
             raise EndOfData from None
+        except KeyboardInterrupt:
+            if order is None:  # torch's iterator, which has no end, is a generator
+                torch_iter._sampler_iter = iter(torch_iter._index_sampler)
+            raise
         if order is None:  # an iterable dataset's index only says how many samples
             return index
         seconds = perf_counter() - began
@@ -213,37 +214,51 @@ class InlineEpoch:
         assert self._indices is not None  # by `open`
         began = perf_counter()
         index, self._first = self._first, _TAKEN
-        if index is _TAKEN:
-            index = await anext(self._indices, _END)
+        try:
+            if index is _TAKEN:
+                index = await anext(self._indices, _END)
+        except BaseException as error:
+            self._broken = type(error).__name__ if interrupts(error) else ""
+            raise
         if index is _END:
+            if self._broken:  # the source is a generator, and ends with any error
+                raise over_after("the sampler", self._broken)
             raise EndOfData
         time_pull(self.progress.sampler_log, self._recorder, perf_counter() - began)
         return index
 
-    def indices_ahead(self, prefetcher: BatchPrefetcher) -> list[Any]:
+    async def due_index(self) -> Any:
+        """`next_index_async`; the same index again if the batch of that index was interrupted."""
+        if self._due is None:
+            self._due = (await self.next_index_async(),)
+        return self._due[0]
+
+    def pull_ahead(self, prefetcher: BatchPrefetcher) -> None:
         """Advance a plain sampler by the number of batches that the prefetcher has room for, for `start_ahead`. In the
         consumer's thread.
         """
-        ahead: list[Any] = []
         torch_iter = self._base()
-        while torch_iter.order is not None and len(ahead) < prefetcher.room:
+        failed = False
+        while torch_iter.order is not None and not failed and len(self._ahead) < prefetcher.room:
             # By a count of their own: `_tasks` counts deliveries, which come later.
-            task, self._given = self._given, self._given + 1
+            task = self._given
             try:
-                ahead.append(self._pull(torch_iter, task))
+                index = self._pull(torch_iter, task)
             except EndOfData:
                 break
             except Exception as error:  # raised after the batches that were started before
-                ahead.append(_SamplerFailure(error))
-                break
-        return ahead
+                index, failed = SamplerFailure(error), True
+            # No calls from here on: after Ctrl-C each index must be either kept, or taken again.
+            self._ahead += (index,)
+            self._given = task + 1
 
-    def start_ahead(self, prefetcher: BatchPrefetcher, ahead: list[Any]) -> None:
-        """Fill the prefetcher: with these indices, or with those that an async sampler will give. In the loop's
-        thread.
+    def start_ahead(self, prefetcher: BatchPrefetcher) -> None:
+        """Fill the prefetcher: with the indices of `pull_ahead`, or with those that an async sampler will give. In the
+        loop's thread.
         """
-        for index in ahead:
-            if isinstance(index, _SamplerFailure):
+        while self._ahead:
+            index = self._ahead.popleft()
+            if isinstance(index, SamplerFailure):
                 prefetcher.add_error(index.error)
             else:
                 prefetcher.start(index)
@@ -265,6 +280,10 @@ class InlineEpoch:
         Raises:
             EndOfData: the epoch has ended.
         """
+        progress = self.progress
+        if progress.pending is not None and (batch := self._continued(progress.pending)) is not NO_BATCH:
+            return batch
+        progress.pending = _BEGUN
         records: list[SkippedSample] = []
         statistics = self.statistics
         statistics.waiting_since = begin
@@ -273,7 +292,7 @@ class InlineEpoch:
             plain = begin < statistics.look_closely_at or self.on_loop  # on a loop it is measured there
             index, batch = (fetch if plain else self.fetcher(fetch, begin))(records)
             # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
-            if self.agreement is not None and not self.agreement.batch():
+            if self.agreement is not None and not self.agreed(self.agreement.batch):
                 raise EndOfData
             cursor = self.cursor()
             if self.transfer is not None:
@@ -287,17 +306,47 @@ class InlineEpoch:
                 self.agreement.end()
             self.finish()
             raise
-        except BaseException:
+        except BaseException as error:
             if self.closed:  # by another thread in the meantime: this batch was neither delivered, nor did it fail
                 raise
             if self.agreement is not None:
                 # Also for Ctrl-C: the other ranks must not wait for this one.
-                self.agreement.fail()
-            self.failed(records)
+                (self.agreement.pause if interrupts(error) else self.agreement.fail)()
+            self.failed(error, records)
             raise
         finally:
             statistics.waiting_since = None
         return self.delivered(index, batch, cursor, records, perf_counter() - begin)
+
+    def _continued(self, pending: PendingBatch) -> Any:
+        """Return the batch that was delivered when a call was interrupted; NO_BATCH: it is to be made again."""
+        task, copy, cursor, batch = pending
+        if task is None:
+            # Perhaps it was counted.
+            self.reader.recount(self.progress.given(self.copy))
+            return batch
+        self.progress.delivered(task, copy, cursor)  # no effect if that was done
+        self._settle(task + 1)
+        return batch
+
+    def _settle(self, tasks: int) -> None:
+        """The batch counts as delivered, or has failed."""
+        self._tasks, self._agreed, self._due, self._read = tasks, False, None, False
+        if self._config.iterable:
+            self.reader.taken()
+
+    def agreed(self, agree: Callable[[], bool]) -> bool:
+        """Have the ranks agree on the batch, once. Returns whether to deliver it."""
+        if not self._agreed:
+            self._refused = True  # if this raises, no rank gets the batch
+            self._agreed = agree()
+            self._refused = False
+        return self._agreed
+
+    @property
+    def copy(self) -> int:
+        """The copy of the dataset that was read last: the number of the stream, or 0."""
+        return 0 if self._streams is None else self._streams.copy
 
     def fetcher(self, fetch: Callable[P, T], begin: float) -> Callable[P, T]:
         """The same function; now and then one that also records how much of the time it computes, and how long it is
@@ -360,9 +409,12 @@ class InlineEpoch:
         # First: if there are too many, the consumer gets that error, and the batch does not count as delivered.
         if records:
             self._record(records)
-        self._read = False
-        self.progress.delivered(self._tasks, 0 if self._streams is None else self._streams.copy, cursor)
-        self._tasks += 1
+        task, copy = self._tasks, 0 if self._streams is None else self._streams.copy
+        self.progress.pending = task, copy, cursor, batch
+        self.progress.delivered(task, copy, cursor)
+        self._tasks, self._agreed, self._due, self._read = task + 1, False, None, False  # `_settle`, without its call
+        if self._config.iterable:
+            self.reader.taken()
         nbytes = batch_nbytes(batch)
         if self.prefetcher is not None:
             self.prefetcher.note_batch_size(nbytes)
@@ -386,29 +438,32 @@ class InlineEpoch:
         """
         ranks = self._config.even_ranks
         if ranks > 1:
-            self.failed(records)
-            raise without_batch(ranks) from None
-        self._read = False
-        self.progress.delivered(self._tasks, 0 if self._streams is None else self._streams.copy, cursor)
-        self._tasks += 1
+            error = without_batch(ranks)
+            self.failed(error, records)
+            raise error from None
+        self.progress.delivered(self._tasks, self.copy, cursor)
+        self._settle(self._tasks + 1)
+        self.progress.pending = None
         self._record(records)
         return NO_BATCH
 
-    def failed(self, records: list[SkippedSample]) -> None:
-        """Record that the consumer gets an error instead of the batch.
+    def failed(self, error: BaseException, records: list[SkippedSample]) -> None:
+        """Record that the consumer gets an error instead of the batch; or before it, if the error interrupts it.
 
         Raises:
             TooManySkippedSamples: as in `delivered`.
         """
         if not self.opened:
             return  # no batch was begun
-        read, self._read = self._read, False
-        if not read:  # else the reader has counted the batch, and a later step failed
+        if interrupts(error) or self._refused:
+            self.progress.pending = self.progress.pending or _BEGUN
+            self.progress.interrupted = True
+            return
+        if not self._read:  # else the reader has counted the batch, and a later step failed
             self.reader.failed()
-        self.progress.failed(
-            self._tasks, 0 if self._streams is None else self._streams.copy, self._cursor if read else None
-        )
-        self._tasks += 1
+        self.progress.failed(self._tasks, self.copy, self._cursor if self._read else None)
+        self._settle(self._tasks + 1)
+        self.progress.pending = None
         self._record(records)
 
     def cursor(self) -> PackedCursor | None:
@@ -453,63 +508,9 @@ class InlineEpoch:
         return error
 
 
-def _make_reader(
-    torch_iter: _BaseDataLoaderIter, progress: Progress, recorder: Recorder
-) -> DatasetReader | StreamReaders:
-    """Make the dataset's reader for this process, at the iterator's position."""
-    config, dataset = progress.config, torch_iter._dataset
-    collate = config.collate_fn
-    if collate is default_collate:
-        collate = inline_collate()
-    if isinstance(dataset, (IterDataPipe, MapDataPipe)):
-        # As in torch's own iterator without workers.
-        apply_sharding(dataset, torch_iter._world_size, torch_iter._rank)
-    drawn = shared_seed(torch_iter)
-    base_seed, (start,) = progress.starts(1, int(torch_iter._base_seed), drawn)
-    # torch's base has seeded the datapipe with `drawn`; an epoch that resumes has the seed of its first run.
-    if isinstance(dataset, IterDataPipe) and start.shared_seed not in (None, drawn):
-        generator = torch.Generator()
-        generator.manual_seed(start.shared_seed or 0)
-        dataset = apply_random_seed(dataset, generator)
-    setup = worker_setup(config, torch_iter, base_seed, [start])
-    if start.streams:
-        return _read_streams(setup, dataset, collate, progress, recorder)
-    assignments = InlineAssignments(progress, start) if config.assigns_shards else None
-    reader = DatasetReader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
-    reader.begin(start)
-    progress.begun(0, *reader.first_cursors())
-    return reader
-
-
-def _read_streams(
-    setup: WorkerSetup, dataset: Any, collate: Callable[[Any], Any], progress: Progress, recorder: Recorder
-) -> StreamReaders:
-    """Make the reader of a dataset that says that it has streams."""
-    from asyncloader.epoch.inline_streams import StreamsInTurn  # late: few datasets have streams
-
-    threads = make_decode_threads(setup.decode, setup.decode_threads)
-
-    def make(copy: Any, stream: int) -> DatasetReader:
-        return DatasetReader(
-            setup, copy, collate, worker_id=stream, in_worker=False, time=recorder.time, decode_threads=threads
-        )
-
-    reader = StreamsInTurn(dataset, setup, make, progress.next_worker, progress.ends)
-    for stream, cursor in enumerate(reader.first_cursors()):
-        progress.begun(stream, cursor)
-    return reader
-
-
 def _count_samples(config: EpochConfig, index: Any, records: Sequence[SkippedSample]) -> int:
     """Number of samples in a batch of this index (an iterable dataset's last batch may have fewer)."""
     if config.seed is not None and not config.iterable:
         index = index[1]  # seeded mode: (position, index)
     count = len(index) if config.auto_collation and hasattr(index, "__len__") else 1
     return count - dropped_count(records) if records else count
-
-
-class _SamplerFailure:
-    """Stands for an index: the sampler raised this error instead."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error

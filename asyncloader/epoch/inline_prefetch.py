@@ -5,7 +5,7 @@ threads.
 
 Only samples are fetched ahead. The sampler is advanced and batches are collated while the consumer waits for a batch,
 so draws from the global generators happen in the same order as without prefetching. An error is raised when its batch
-is due.
+is due. If a store failed, the batch stays, and is fetched again at the next call, with all others at which it failed.
 
 A prefetcher belongs to one loop's thread. The consumer's thread may only read `room`, while the loop is not using it.
 """
@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from asyncloader.errors import interrupts, is_tried_again
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
+
+_UNKNOWN: Any = object()
 
 
 class _Entry:
@@ -31,7 +34,7 @@ class _Entry:
     __slots__ = ("index", "records", "samples")
 
     def __init__(self) -> None:
-        self.index: Any = None
+        self.index: Any = _UNKNOWN
         self.records: list[SkippedSample] = []
         self.samples: asyncio.Future[Any] | None = None
 
@@ -62,12 +65,14 @@ class BatchPrefetcher:
         """Start to fetch the samples of this index."""
         entry = _Entry()
         entry.index = index
-        self._add(entry, self._fetch(entry))
+        self._entries.append(entry)
+        self._begin(entry, self._fetch(entry))
 
     def start_next(self, next_index: Callable[[], Awaitable[Any]]) -> None:
         """Start to fetch the samples of the index that `next_index` gives. It is called in the order of these calls."""
         entry = _Entry()
-        self._add(entry, self._fetch_next(entry, next_index))
+        self._entries.append(entry)
+        self._begin(entry, self._fetch_next(entry, next_index))
 
     def add_error(self, error: BaseException) -> None:
         """Raise this error in place of the next batch."""
@@ -77,11 +82,17 @@ class BatchPrefetcher:
         entry.samples.exception()  # marks it as retrieved, in case the consumer stops before it
         self._entries.append(entry)
 
-    def _add(self, entry: _Entry, coroutine: Any) -> None:
+    def _begin(self, entry: _Entry, coroutine: Any) -> None:
         self._loop = asyncio.get_running_loop()
         entry.samples = self._loop.create_task(coroutine)
         entry.samples.add_done_callback(mark_retrieved)
-        self._entries.append(entry)
+
+    def _keep(self, entry: _Entry) -> None:
+        """Put back a batch that is tried again."""
+        self._entries.appendleft(entry)
+        for each in self._entries:
+            if each is entry or (each.index is not _UNKNOWN and _interrupted(each.samples)):
+                each.samples, each.records = None, []
 
     async def _fetch(self, entry: _Entry) -> Any:
         await self._context.open()
@@ -103,6 +114,9 @@ class BatchPrefetcher:
         """
         if not self._entries:
             raise EndOfData
+        for each in self._entries if self._entries[0].samples is None else ():
+            if each.samples is None:
+                self._begin(each, self._fetch(each))
         # Taken out first: `cancel` leaves this batch to who calls it, and cancels the task that waits here.
         entry = self._entries.popleft()
         assert entry.samples is not None
@@ -113,6 +127,10 @@ class BatchPrefetcher:
                 return entry.index, self._reader.collated(entry.index, samples)
             except StopIteration as stop:  # a coroutine cannot raise it
                 raise not_the_end(stop, "collate_fn") from stop
+        except BaseException as error:
+            if entry.index is not _UNKNOWN and interrupts(error) and not isinstance(error, asyncio.CancelledError):
+                self._keep(entry)
+            raise
         finally:
             records += entry.records
             # An error's traceback refers to this frame, and so to the entry, which must not refer back to the error.
@@ -154,7 +172,22 @@ class BatchPrefetcher:
         return await self._context.close()
 
 
+def _interrupted(samples: asyncio.Future[Any] | None) -> bool:
+    """Whether a store has failed at these samples."""
+    if samples is None or not samples.done() or samples.cancelled():
+        return False
+    error = samples.exception()
+    return error is not None and is_tried_again(error)
+
+
 def mark_retrieved(future: asyncio.Future[Any]) -> None:
     """Have the loop not log the error of a future that is done: it is raised elsewhere, or not wanted any more."""
     if not future.cancelled():
         future.exception()
+
+
+class SamplerFailure:
+    """Stands for an index: the sampler raised this error instead."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error

@@ -63,24 +63,31 @@ class StreamsInTurn(StreamReaders):
             EndOfData: all streams have ended.
         """
         del index
-        while (stream := self._turns.next()) is not None:
+        while (stream := self._turns.turn) is not None:
             try:
                 return super().fetch(stream, records)
             except EndOfData:
-                self._turns.end(stream)
-                self._ends[stream] = self.last_cursor()
+                self._end(stream)
         raise EndOfData
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return the next batch of the asynchronous stream whose turn it is. See `fetch`."""
         del index
-        while (stream := self._turns.next()) is not None:
+        while (stream := self._turns.turn) is not None:
             try:
                 return await super().fetch_async(stream, records)
             except EndOfData:
-                self._turns.end(stream)
-                self._ends[stream] = self.last_cursor()
+                self._end(stream)
         raise EndOfData
+
+    def taken(self) -> None:
+        """`DatasetReader.taken`, after which the next stream has its turn."""
+        super().taken()
+        self._turns.passed(self.copy)
+
+    def _end(self, stream: int) -> None:
+        self._ends[stream] = self.last_cursor()
+        self._turns.end(stream)
 
 
 def _init(init: Callable[[int], Any] | None, stream: int, *, awaits: bool) -> Any:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Sequence
 from itertools import starmap
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.epoch.late_tasks import LateTasks
@@ -25,13 +25,14 @@ from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.timeout_report import report
-from asyncloader.errors import WorkerDied, ending
+from asyncloader.errors import WorkerDied, ending, is_tried_again
 from asyncloader.events import (
     ENDED,
     NOTHING,
     Action,
     AllDropped,
     Assign,
+    CopyBegun,
     Deliver,
     Died,
     Drop,
@@ -67,13 +68,6 @@ if TYPE_CHECKING:
     from asyncloader.remote.assignment import Reply, ShardAssigner
 
 _log = logging.getLogger("asyncloader")
-
-
-class CopyBegun(NamedTuple):
-    """A copy of the dataset, of a worker or a stream, began the epoch; the cursor says at which state."""
-
-    copy: int
-    cursor: PackedCursor
 
 
 class Pipeline(Listener):
@@ -210,6 +204,11 @@ class Pipeline(Listener):
         except Exception as error:
             self._fail(error)
 
+    def again(self, number: int) -> None:
+        """Have the tasks at which a store failed made again: the consumer has come again after this failure."""
+        if not self._closed:
+            self._handle(number)
+
     def send_held(self) -> None:
         """Send the tasks that were held back and need not wait any more. See `HeldTasks`."""
         if self._closed:
@@ -295,22 +294,24 @@ class Pipeline(Listener):
             self._late_tasks = None  # it changes the state of the dataset's copy that makes it
         self._completed(worker, result.seq, answer)
 
-    def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped) -> None:
+    def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped | Exception) -> None:
         if self._late_tasks is not None:
             self._late_tasks.answered(seq, worker)
+        store_failed = isinstance(outcome, Exception)
         try:
-            self._carry_out(self._scheduler.completed(worker, seq, outcome))
+            decide: Any = self._scheduler.failed if store_failed else self._scheduler.completed
+            self._carry_out(decide(worker, seq, outcome))
         except Exception as error:
             self._fail(error)
         if self._late_tasks is not None:
             self._mind_late()
-        if self._assigner is not None:
+        if self._assigner is not None and not store_failed:
             self._send_assignments(self._assigner.answered(worker))
         if self._count is not None:
             self._count.answered(worker)
 
     def _note_oneoff(self, worker: int, nbytes: int) -> None:
-        """Count a batch that came in memory of its own, if the worker's ring can never hold one of that size."""
+        # Count a batch that came in memory of its own, if the worker's ring can never hold one of that size.
         rings = self._pool.rings[worker]
         needed = rings.too_small_for(nbytes)
         if not needed:
@@ -326,9 +327,12 @@ class Pipeline(Listener):
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
-        if self._resume_points is not None:
+        # Where a store failed, the worker's place is that before the task, and the records come with the batch.
+        again = is_tried_again(error) and (self._delivers or worker not in self._start_errors)
+        if self._resume_points is not None and not again:
             self._resume_points.failed(self._scheduler.copy(worker, seq))
-        self._completed(worker, seq, WorkerFailure(error, busy, records, unbegun=worker in self._start_errors))
+        failure = WorkerFailure(error, busy, records, unbegun=worker in self._start_errors)
+        self._completed(worker, seq, error if again else failure)
 
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]
@@ -429,10 +433,10 @@ class Pipeline(Listener):
 
     # ------------------------------------------------------------------------------------- running the scheduler
 
-    def _handle(self, event: Event) -> None:
-        """Pass an event to the scheduler."""
+    def _handle(self, event: Event | int) -> None:
+        # Passes an event to the scheduler, or the number of a failure after which the consumer has come again.
         try:
-            self._carry_out(self._scheduler.handle(event))
+            self._carry_out(self._scheduler.again(event) if isinstance(event, int) else self._scheduler.handle(event))
         except Exception as error:
             self._fail(shortage_of(error, len(self._pool.processes)) or error)
 
@@ -478,7 +482,7 @@ class Pipeline(Listener):
                 self._sink(action)
 
     def _mind_late(self) -> None:
-        """If the task that the consumer waits for is late, have the scheduler give it to a second worker."""
+        # If the task that the consumer waits for is late, have the scheduler give it to a second worker.
         # An error in `_handle` may have closed the pipeline just before this call.
         if self._late_tasks is None or self._closed:
             return
@@ -486,11 +490,11 @@ class Pipeline(Listener):
             self._handle(late)
 
     def _adapt(self) -> None:
-        """Update run-ahead and credits: larger rings have fewer slots."""
+        # Update run-ahead and credits: larger rings have fewer slots.
         self._scheduler.reorder_window, self._scheduler.credits = self._pool.reorder_window, self._pool.credits
 
     def _offer(self) -> None:
-        """Pass on the requested indices, as far as they are available."""
+        # Pass on the requested indices, as far as they are available.
         if self._allow is not None:
             # The task that reads the source passes the indices on by itself.
             self._allow.set()

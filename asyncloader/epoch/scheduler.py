@@ -22,6 +22,8 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
   restarts left the epoch ends with `Fail`.
 * Where any worker may make any batch their number may change (`Joined`, `Excused`): the first ones get tasks.
+* A task at which a store failed is outstanding still, and no batch takes its place. The consumer gets the error
+  (`StoreFailed`); when it comes again, all such tasks are assigned once more, under the same numbers (`again`).
 * A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
   one is dropped. If one of the two workers dies, the task stays with the other.
 """
@@ -33,6 +35,7 @@ from typing import Any, Literal
 
 from asyncloader.epoch.reassignment import Reassignment, quarantined
 from asyncloader.epoch.reorder import ReorderBuffer
+from asyncloader.epoch.store_failures import StoreFailures
 from asyncloader.epoch.stream_tasks import StreamTasks
 from asyncloader.epoch.worker_choice import WorkerChoice
 from asyncloader.errors import shortened
@@ -65,7 +68,7 @@ from asyncloader.events import (
 Assignment = Literal["round_robin", "least_loaded"]
 
 
-class Scheduler:
+class Scheduler(StoreFailures):
     """The state machine of one epoch.
 
     Args:
@@ -131,6 +134,13 @@ class Scheduler:
             concurrent=concurrent,
             any_worker=assignment == "least_loaded" and not iterable,
         )
+        # Tasks at which a store failed, until they are assigned again.
+        self._failed: dict[int, tuple[Task, Exception]] = {}
+        self._failures = 0  # number of the last `StoreFailed`
+        self._raised = False  # the consumer has not come again since
+        # Tasks that were unanswered when it did: they may fail by the same outage, which the consumer knows of.
+        self._older: set[int] = set()
+        self._due: set[int] = set()  # workers whose failed tasks are to be assigned again
         self._lane_of = lane_of
         self._serves_streams = False  # whether the copies of the dataset are streams, and not the workers'
         self._next_worker = first_worker  # round robin: the worker that gets the next task
@@ -386,10 +396,12 @@ class Scheduler:
         if self._recovery.active:
             self._recovery.answered(worker, seq)
             waiting = self._send_waiting(worker)
+        ready = self._reorder.push(seq, deliver) if self.in_order else [deliver]
+        if self._failed:
+            waiting += self._after_failure(worker)
         if not self.in_order:
             # Nothing is held back, so only the delivery of the batch makes room for another index.
-            return [deliver, *waiting]
-        ready = self._reorder.push(seq, deliver)
+            return [*ready, *waiting]
         # A held-back batch makes room at once, within the window. A batch in order makes room only once it is taken.
         more = [] if ready or self.iterable else self._pull_ahead()
         # A pull comes last: the pipeline may offer an index, and so assign its task, before it carries out the rest.
@@ -452,7 +464,9 @@ class Scheduler:
         poisoned = recovery.died(event, lost, open_twice)
         # For its stream, for indices that are still to come, or for tasks that are to be made again.
         # A worker that was excused is replaced for the tasks that it still had.
-        needed = len(lost) > len(poisoned) or (self._active[worker] and (self.iterable or not self._offers_ended))
+        reopened = self._reopen(worker) if self._failed else []
+        left = len(lost) + len(reopened) > len(poisoned)
+        needed = left or (self._active[worker] and (self.iterable or not self._offers_ended))
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a batch that it cannot make.
             task = self._unanswered_tasks[poisoned[0]]
@@ -473,7 +487,7 @@ class Scheduler:
         else:
             # No task is left for a replacement: the sampler, or this worker's stream, has ended.
             self._active[worker] = False
-        for seq in lost:
+        for seq in sorted((*lost, *reopened)) if reopened else lost:
             if seq in poisoned:
                 continue
             other = self._second.pop(seq, None)
@@ -498,27 +512,6 @@ class Scheduler:
             return f"It was at the task for indices {indices}. "
         return f"It was at {len(struck)} tasks, the first of them for indices {indices}. "
 
-    def _assign_again(self, seq: int, worker: int) -> list[Action]:
-        """Assign the task to the worker that takes it over; else it waits for the dead worker's replacement."""
-        # Popped and put back: a worker's tasks must be listed in the order in which it gets them.
-        task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
-        other = self._recovery.taken_over_by(seq, self._active, self._unanswered)
-        if other is None:
-            # The owner stays the same: the replacement has the dead worker's number.
-            self._recovery.wait(worker, seq)
-            return []
-        self._owner[seq] = other
-        for each, change in ((worker, -1), (other, 1)):
-            self._load[each] += change
-            self._count(each, change)
-        return [Assign(other, task)]
-
-    def _send_waiting(self, worker: int) -> list[Action]:
-        recovery, actions = self._recovery, list[Action]()
-        while (seq := recovery.next_for(worker, recovery.in_hand(worker, self._unanswered[worker]))) is not None:
-            actions.append(Assign(worker, self._unanswered_tasks[seq], recovery.suspected(seq)))
-        return actions
-
     def _fail(self, error: BaseException) -> list[Action]:
         self.over = True
         return [Fail(error)]
@@ -539,6 +532,8 @@ class Scheduler:
             if self.in_order:
                 # Otherwise later batches would wait for a number that never comes.
                 actions += self._reorder.skip(seq)
+        if self._failed:
+            actions += self._after_failure(worker)
         # A single task, however many were void: torch's iterator, too, sends a single task here.
         return actions + self.offered(None) + self._finish_if_done()
 

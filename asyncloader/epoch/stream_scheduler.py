@@ -83,4 +83,6 @@ class StreamScheduler(Scheduler):
         if self.in_order:
             # Otherwise later batches would wait for a number that never comes.
             actions += self._reorder.skip(seq)
+        if self._failed:
+            actions += self._after_failure(worker)
         return actions + self.offered(None) + self._finish_if_done()

@@ -40,6 +40,15 @@ class StreamTurns:
         self._turn = self._after[stream]
         return stream
 
+    @property
+    def turn(self) -> int | None:
+        """The stream whose turn it is; None if all have ended."""
+        return self._turn if self.left else None
+
+    def passed(self, stream: int) -> None:
+        """The turn passes to the stream after this one."""
+        self._turn = self._after[stream]
+
     def give(self, seq: int, share: int) -> int | None:
         """Return the stream that gets this task: the next that has fewer than `share` tasks; None if there is none.
 

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from torch.autograd import profiler
 
-from asyncloader.bridge import Bridge, join_all
+from asyncloader.bridge import Bridge, Call, join_all
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
@@ -86,6 +86,8 @@ class SyncInlineIterator(CountedNext):
         super().__init__(loader, progress)
         self._owner = os.getpid()
         self._bridge: Bridge | None = None
+        # What makes the current batch in the loop, and the records of its bad samples. It goes on after Ctrl-C.
+        self._call: tuple[Call[tuple[Any, Any] | None], list[SkippedSample]] | None = None
         self._epoch = InlineEpoch(loader, statistics, keeper, self, progress, alone=True)
         if self._epoch.on_loop:
             # An iterator that was dropped leaves the dataset's context before this iterator enters it.
@@ -103,17 +105,24 @@ class SyncInlineIterator(CountedNext):
         fetch = self._fetch_on_bridge if epoch.on_loop else self._fetch_here
         if self._profiled:
             fetch = partial(_in_range, fetch)
+        batch = NO_BATCH
         with recording(epoch.statistics.recorder):
-            while not epoch.over:
+            while batch is NO_BATCH and not epoch.over:
                 try:
                     batch = epoch.step(fetch, begin)
                 except EndOfData:
                     break
-                if batch is not NO_BATCH:
-                    return batch
-            # Now, and not when the iterator is freed: the dataset's context exits inside `next()`.
-            self._release()
-        raise StopIteration
+                except Exception:
+                    self._call = None  # the error takes its batch's place, or it has ended with it
+                    raise
+            if batch is NO_BATCH:
+                # Now, and not when the iterator is freed: the dataset's context exits inside `next()`.
+                self._release()
+        if batch is NO_BATCH:
+            raise StopIteration
+        # No calls from here on, so that Ctrl-C cannot come before the caller has the batch.
+        epoch.progress.pending = self._call = None
+        return batch
 
     def _fetch_here(self, records: list[SkippedSample]) -> tuple[Any, Any]:
         index = self._epoch.next_index()
@@ -123,16 +132,33 @@ class SyncInlineIterator(CountedNext):
         epoch, bridge = self._epoch, self._bridge
         if bridge is None:  # the epoch has ended, and a repeated call ends again; or another thread has just closed it
             raise LoaderClosed(_CLOSED) if epoch.closed else EndOfData
+        result: tuple[Any, Any] | None = None
+        while result is None:  # twice if the epoch was not open
+            if self._call is None:
+                # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, in `next()`.
+                if epoch.opened and epoch.prefetcher is not None:
+                    epoch.pull_ahead(epoch.prefetcher)
+                found: list[SkippedSample] = []
+                self._call = Call(_fetch(epoch, found)), found
+            result = self._wait(bridge, *self._call, records)
+            if result is None:
+                self._call = None
+        return result
+
+    def _wait(
+        self, bridge: Bridge, call: Call[tuple[Any, Any] | None], found: list[SkippedSample], records: list[Any]
+    ) -> tuple[Any, Any] | None:
+        epoch = self._epoch
         try:
-            if not epoch.opened:
-                bridge.run(_fetch(epoch, [], records))
-            # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, inside `next()`.
-            ahead = [] if epoch.prefetcher is None else epoch.indices_ahead(epoch.prefetcher)
-            return bridge.run(_fetch(epoch, ahead, records))
+            return bridge.wait(call)
         except (asyncio.CancelledError, LoaderClosed):
             if epoch.closed:  # by `_close`, for another thread, or by the end of the loop behind it
                 raise LoaderClosed(_CLOSED) from None
             raise
+        finally:
+            records += found
+            if call.over:
+                self._call = None
 
     def _release(self) -> None:
         # Taken out first: a second call, as of the finalizer, must not release the bridge again.
@@ -182,8 +208,10 @@ def _in_range(fetch: Callable[[list[SkippedSample]], tuple[Any, Any]], records: 
         return fetch(records)
 
 
-async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSample]) -> tuple[Any, Any]:
-    """The next batch with its index, of an async dataset or from an async sampler. The first call opens the epoch."""
+async def _fetch(epoch: InlineEpoch, records: list[SkippedSample]) -> tuple[Any, Any] | None:
+    """The next batch with its index, of an async dataset or from an async sampler. The first call opens the epoch, and
+    returns None.
+    """
     if epoch.closed:  # since `next` was called: `_close` has run
         raise asyncio.CancelledError
     task = asyncio.current_task()
@@ -193,11 +221,11 @@ async def _fetch(epoch: InlineEpoch, ahead: list[Any], records: list[SkippedSamp
         with UnexpectedCancellation("the dataset's or sampler's"), epoch.measured_on_loop():
             if not epoch.opened:
                 await epoch.open()
-                return None, None
+                return None
             if epoch.prefetcher is not None:
-                epoch.start_ahead(epoch.prefetcher, ahead)
+                epoch.start_ahead(epoch.prefetcher)
                 return await epoch.prefetcher.take(records)
-            index = await epoch.next_index_async()
+            index = await epoch.due_index()
             if epoch.reader.asynchronous:
                 return index, await epoch.reader.fetch_async(index, records)
             return index, epoch.reader.fetch(index, records)

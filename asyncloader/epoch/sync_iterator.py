@@ -33,7 +33,7 @@ from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
-from asyncloader.events import Action, Deliver, Fail, Finish
+from asyncloader.events import Action, Deliver, Fail, Finish, StoreFailed
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.state.checkpoint import StateKeeper
@@ -201,6 +201,7 @@ class WorkerIterator(CountedNext):
         self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
+        self._again = self._pipeline.again
         # Queued before any `advance`: the bridge keeps the order of the calls.
         self._bridge.call_soon(self._pipeline.start, self._consumer.offers, starts)
         if self._config.awaits_workers:
@@ -258,6 +259,10 @@ class WorkerIterator(CountedNext):
                 consumer.drain_notices()
                 if self._respawner.requests:
                     self._respawner.work()
+                if consumer.again is not None:
+                    # Repeated after Ctrl-C between these lines, which the pipeline ignores.
+                    self._bridge.call_soon(self._again, consumer.again)
+                    consumer.again = None
                 begin = perf_counter()
                 taken = self._taken
                 if not taken:
@@ -349,6 +354,10 @@ class WorkerIterator(CountedNext):
     def _end(self, item: Action) -> BaseException:
         """End the epoch with this item. Returns the exception to raise."""
         consumer = self._consumer
+        if isinstance(item, StoreFailed):
+            if consumer is not None:
+                consumer.again = item.number
+            return item.error
         if isinstance(item, Finish):
             # First: if Ctrl-C ends one of the calls below, the next call ends too, and does not wait for batches.
             self._ended = ""

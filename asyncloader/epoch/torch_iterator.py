@@ -52,6 +52,7 @@ class TorchIterator(_BaseDataLoaderIter):
         progress: the iterator's position.
     """
 
+    _other: tuple[int | None, Any] = None, None  # the last task whose index is not from the order, and that index
     order: IndexStream | None = None
     """The epoch's indices from the iterator's position on; None without a plain sampler."""
     _awaited: Progress | None = None  # set while torch's base makes the sampler's iterator
@@ -140,12 +141,15 @@ class TorchIterator(_BaseDataLoaderIter):
         order = self.order
         if order is not None and self.__dict__["_sampler_iter"] is order:
             return order.pull(task)
+        if task is not None and task == self._other[0]:
+            return None, self._other[1]
         index: Any = self._next_index()  # type: ignore[no-untyped-call]
         if isinstance(self._index_sampler, RankView) and not isinstance(index, PositionedIndex):
             raise TypeError(
                 f"in seeded mode random numbers follow from positions, which {type(self._sampler_iter).__name__}, put "
                 "in the place of the iterator's _sampler_iter, does not give: advance that one, or leave out seed="
             )
+        self._other = task, index
         return None, index
 
     def duplicate(self) -> Self:

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
-from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
+from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, StoreFailed, WorkerFailure
 from asyncloader.plain_context import plain_context
 from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
@@ -51,6 +51,12 @@ _EXIT_SECONDS = 2.0
 
 _REPLACED = (
     "a newer iterator of this loader has replaced this one: on several ranks a stream has one iterator at a time"
+)
+
+
+_PAUSED = (
+    "this rank failed, or was interrupted, at step {}. The epoch ended there on all ranks, as none of them waits for "
+    "another: load the state that the loader has now, on each rank, and begin it again"
 )
 
 
@@ -154,6 +160,17 @@ class Agreement:
             self._last(_FAILED)
             self._step += not self._over
             return not self._over
+
+    def pause(self) -> None:
+        """Report that the next batch is interrupted, and may come at a later call: no other rank waits for that.
+
+        If all ranks know their number of batches, none waits, and the batch may come. Otherwise this ends the epoch:
+        the next call raises.
+        """
+        with self._locked():
+            self._last(_FAILED)
+            if self._over and self._limit is None:
+                self._closed = self._closed or _PAUSED.format(self._step)
 
     def leave(self) -> None:
         """Give the epoch up."""
@@ -397,7 +414,7 @@ class AgreementStage:
                 continue
             for agreed in self._agreed(item):
                 self._give(agreed)
-                ended = not isinstance(agreed, Deliver)
+                ended = isinstance(agreed, (Finish, Fail))
         self._agreement.leave()
 
     def _give(self, item: Action) -> None:
@@ -410,6 +427,9 @@ class AgreementStage:
     def _agreed(self, item: Action) -> list[Action]:
         """The items to forward for this item."""
         try:
+            if isinstance(item, StoreFailed):
+                self._agreement.pause()
+                return [item]
             if isinstance(item, Deliver) and isinstance(item.outcome, AllDropped):
                 return [item]  # no batch: nothing to agree on
             if isinstance(item, Deliver) and not isinstance(item.outcome, WorkerFailure):

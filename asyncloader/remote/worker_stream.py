@@ -145,10 +145,12 @@ class WorkerStream:
 
     # ------------------------------------------------------------------------------------------------ batches
 
-    def next_batch(self) -> None:
-        """Begin the next batch. It contains the samples that were taken for a batch whose shard could not be read."""
-        self._batch += 1
-        if not self._unfinished:
+    def next_batch(self, *, again: bool = False) -> None:
+        """Begin the next batch; or the same `again`, which a store has interrupted. It contains the samples that were
+        taken for a batch whose shard could not be read.
+        """
+        self._batch += not again
+        if not (again or self._unfinished):
             self._given, self._bad, self._lost = [], [], []
         self._unfinished = False
 

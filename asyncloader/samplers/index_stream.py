@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from asyncloader.errors import warn_aside
+from asyncloader.errors import interrupts, left_a_generator, warn_aside
 from asyncloader.samplers.distributed import RankView, SeekableSampler, seek
 from asyncloader.samplers.generators import (
     draws_when_iterated,
@@ -201,6 +201,7 @@ class IndexStream:
         # takes longest.
         seeks = (step or isinstance(index_sampler, RankView)) and isinstance(self._sampler, SeekableSampler)
         self._items: Iterator[Any] | None = self._seek(step) if seeks else None
+        self._broken = False  # what interrupted the last pull passed through a generator
 
     @cached_property
     def _own(self) -> torch.Generator | None:
@@ -230,11 +231,16 @@ class IndexStream:
                 # own code.
                 try:
                     read.extend(map(next, (self._items,)))
-                except Exception:
-                    self._begin_later()
+                except BaseException as error:
+                    self._broken = interrupts(error) and left_a_generator(error)
+                    if isinstance(error, Exception):
+                        self._begin_later()
                     raise
                 if not read:
-                    raise StopIteration
+                    if not self._broken:
+                        raise StopIteration
+                    self._seek_again()
+                    return self.pull(task)
             step = self._step
             if self.log is not None:
                 ended = isinstance(self._iterator, _Ending) and self._iterator.ended
@@ -247,6 +253,13 @@ class IndexStream:
             if step not in self._beyond:
                 self._pulled = task, step, item
                 return step, item
+
+    def _seek_again(self) -> None:
+        """A generator that was interrupted has ended: find the position again, as a resumed epoch does."""
+        self._saved, self.generators = self.state(self._step), self.drawn()
+        self._made, self._before, self._restoring = iter(self._index_sampler), None, None
+        self._items = self._seek(self._step) if isinstance(self._sampler, SeekableSampler) else None
+        self._broken = False
 
     def state(self, step: int) -> dict[str, Any] | None:
         """Return the sampler's newest state of at most `step` steps; None: the indices must be read again."""
@@ -294,7 +307,11 @@ class IndexStream:
                 self._restoring = self._restore(self._step)
                 # Not through itertools: its wrappers call `iter` again, or do not continue after an error.
                 self._read.extend(map(next, (self._restoring,)))
-        except Exception:  # not Ctrl-C
+        except BaseException as error:
+            if interrupts(error):
+                if left_a_generator(error):
+                    self._made = iter(self._index_sampler)
+                raise
             self._note_draws(before)
             self._before = None
             # The sampler's error, once the position was found, is raised once: the next call reads on.
@@ -359,9 +376,10 @@ class IndexStream:
             self._sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
         try:
             iterator: Any = iter(self._sampler)
-        except Exception:  # not Ctrl-C
-            # Not called again: torch's batch sampler is a generator, which has ended with the error.
-            self._items = iter(())
+        except BaseException as error:
+            if not interrupts(error):
+                # Not called again: torch's batch sampler is a generator, which has ended with the error.
+                self._items = iter(())
             raise
         if saved is not None and saved["iterator"] is not None:
             iterator.load_state_dict(copy.deepcopy(saved["iterator"]))

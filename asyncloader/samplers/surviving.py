@@ -2,10 +2,10 @@
 
 Data path: sampler -> [surviving] -> scheduler. Pure.
 
-A generator ends with an exception that leaves it. If Ctrl-C interrupts a sampler that is a generator, the epoch ends
-there, and looks complete. So the iterators of our samplers are classes whose `__next__` changes its state last, and all
-at once: CPython raises KeyboardInterrupt where a call returns, a function begins or a loop jumps back, and so not
-between plain assignments and the `return` that follows them.
+A generator ends with an exception that leaves it. If Ctrl-C interrupts a sampler that is a generator, it is read anew
+up to its position (`IndexStream`). So that this is not needed, the iterators of our samplers are classes whose
+`__next__` changes its state last, and all at once: CPython raises KeyboardInterrupt where a call returns, a function
+begins or a loop jumps back, and so not between plain assignments and the `return` that follows them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, Generic, TypeVar
+
+from asyncloader.errors import interrupts, left_a_generator
 
 T = TypeVar("T")
 
@@ -78,7 +80,8 @@ class Groups(Iterator[T], Generic[T]):
 
     Args:
         begin: returns the iterator of the items; called for the first group. Items that were taken for an interrupted
-            group stay in the group. If it or `begin` raises, this iterator ends, like a generator.
+            group stay in the group. If it or `begin` raises, this iterator ends, like a generator; but not if a store
+            failed.
         size: of a group; the last group may have fewer items, or none.
         make: returns the object for a group's number and items; may be called again for the same group. None: the group
             is skipped.
@@ -94,20 +97,24 @@ class Groups(Iterator[T], Generic[T]):
         self._make = make
         self._number = number
         self._group: list[Any] = []
-        self._over = False
+        self._over = self._broken = False
 
     def __next__(self) -> T:
         while not self._over:
-            group, fresh = self._group, list[Any]()
+            group, fresh, before = self._group, list[Any](), len(self._group)
             try:
                 if self._items is None:
                     self._items = self._begin()
                 # In C: an item that was taken is in the list, whenever Ctrl-C comes.
                 group.extend(islice(self._items, self._size - len(group)))
-            except Exception:  # not Ctrl-C
-                self._over = True
+            except BaseException as error:
+                self._over, self._broken = not interrupts(error), left_a_generator(error)
                 raise
             over = len(group) < self._size
+            if self._broken and len(group) == before:  # its end is no end: the group is read anew elsewhere
+                self._over = True
+                break
+            self._broken = False
             made = self._make(self._number, group)
             self._group, self._over = fresh, over
             self._number += 1

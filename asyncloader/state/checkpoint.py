@@ -30,9 +30,10 @@ from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
+from asyncloader.state.cursors import described_data
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
-from asyncloader.state.progress import Progress, described_data
+from asyncloader.state.progress import Progress
 from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
 from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
@@ -219,7 +220,7 @@ class StateKeeper:
         return undo
 
     def _ranks(self, config: EpochConfig) -> RankExchange | None:
-        """The other ranks with which this one plans; None: there are none, or this process has no group with them."""
+        # The other ranks with which this one plans; None: there are none, or this process has no group with them.
         here = config.topology
         if self.alone or here.world_size == 1 or not has_group(here, config.group):
             return None

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -18,10 +17,10 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
+from asyncloader.state.cursors import described_data, marked, value_cursor
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
-from asyncloader.workers.fetch.dataset_kinds import digest_of
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
@@ -29,6 +28,12 @@ if TYPE_CHECKING:
     from asyncloader.remote.assignment_state import EpochAssignment
 
 _NO_STEPS: frozenset[int] = frozenset()
+
+
+PendingBatch: TypeAlias = tuple[int | None, int, PackedCursor | None, Any]
+"""A batch that was begun without workers, and that the user does not have yet: its task's number, once it counts as
+delivered or soon does, until then None; its stream, or 0; the dataset's cursor after it; and the batch.
+"""
 
 
 class Progress:
@@ -108,6 +113,14 @@ class Progress:
         """The epoch's shard assignment, for datasets that have one; None: not planned yet."""
         self.assignment_key: int | None = None
         """Chooses their order, if this epoch is not resumed; None for other datasets."""
+        self.pending: PendingBatch | None = None
+        """The batch that was begun. The iterator sets it to None when the user has it; else a call was interrupted,
+        which the next continues.
+        """
+        self.delivery: Any = None
+        """The delivery of the consumer of workers' batches."""
+        self.interrupted = False
+        """Whether a batch was begun since the last, and interrupted: the dataset may have read on."""
         self._astray = False  # indices did not come from the stream
         self.seeds: dict[str, Any] | None = None
         """The seeds of a loaded state; once the epoch has begun, those that it uses."""
@@ -216,6 +229,7 @@ class Progress:
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
         self._cursors = list[PackedCursor | None]([None] * copies)
         self._given, self._next_worker = [0] * copies, 0
+        options = shared_seed, self.epoch, self._clock.sets_dataset
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
             carried = None if self.carried is None else self.carried["cursors"]
@@ -224,14 +238,9 @@ class Progress:
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             # Persistent workers still have their datasets: they go on without a cursor.
             if new_workers and len(self._inherited) == copies:
-                found = [_value(cursor) for cursor in self._inherited]
+                found = [value_cursor(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
-            starts = [
-                EpochStart(
-                    shared_seed, self.epoch, self._clock.sets_dataset, _later(each, assigned), message=self.message
-                )
-                for each in found
-            ]
+            starts = [EpochStart(*options, _later(each, assigned), message=self.message) for each in found]
             self._cursors = [_packed(start.cursor) for start in starts]
             if len(self._inherited) == copies:
                 self._cursors = self._inherited
@@ -245,23 +254,14 @@ class Progress:
             cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
             if cursor is not None:
                 self._cursors[number] = pickle_cursor(cursor)
-            starts.append(
-                EpochStart(
-                    shared_seed,
-                    self.epoch,
-                    self._clock.sets_dataset,
-                    cursor,
-                    given - (cursor.batches if cursor else 0),
-                    message=self.message,
-                )
-            )
+            starts.append(EpochStart(*options, cursor, given - (cursor.batches if cursor else 0), message=self.message))
         return base_seed, starts if streams is None else by_worker(starts, workers)
 
     def inherit(self, before: Progress) -> None:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             assigned = before.assignment is not None
-            self._inherited = [_packed(_later(_value(cursor), assigned)) for cursor in before._cursors]
+            self._inherited = [_packed(_later(value_cursor(cursor), assigned)) for cursor in before._cursors]
 
     def base_seed_drawn(self) -> None:
         """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
@@ -286,13 +286,17 @@ class Progress:
         else:
             self._steps[task] = step
 
+    def given(self, copy: int) -> int:
+        """The number of batches of this copy of the dataset that count as delivered; 0 where none are counted."""
+        return 0 if self._streams is None else self._given[copy]
+
     def _pass_over(self) -> None:
         """Skip the steps that code outside the loader took from the sampler's iterator."""
         stream = self._stream
         if stream is not None and stream.unclaimed:
             step, beyond = self._step, self._beyond
             for each in stream.unclaimed:
-                step, beyond = _marked(step, beyond, each)
+                step, beyond = marked(step, beyond, each)
             # In one statement without a call, so that Ctrl-C cannot have the steps passed over twice.
             self._step, self._beyond, stream.unclaimed = step, beyond, []
 
@@ -344,6 +348,7 @@ class Progress:
             beyond |= later
             beyond -= passed
         self._touched, self._failed, self._next_worker = True, None, next_worker
+        self.interrupted = False
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
             self._given[worker] += 1
@@ -433,6 +438,14 @@ class Progress:
 
     def state(self, *, finished: bool = False) -> dict[str, Any]:
         """A new dictionary; see `schema.py`. `finished`: as if the epoch had ended here."""
+        task = self._delivered
+        if task is not None and task == self._undelivered():
+            # Ctrl-C came after the batch was counted, and before the user had it.
+            self._delivered = None
+            try:
+                return self.state_before_last()
+            finally:
+                self._delivered = task
         # An async sampler is advanced to the end of the epoch before only when it is read. Until then, its own state is
         # of an earlier place than the loaded state.
         if self.undrained is not None and self.log is None and not self._touched:
@@ -469,12 +482,19 @@ class Progress:
             "workers": None if self._streams is None else self._worker_states(self._streams, finished),
         }
 
+    def _undelivered(self) -> int | None:
+        if self.pending is not None:
+            return self.pending[0]
+        item = None if self.delivery is None else self.delivery.item
+        return None if item is None else int(item.seq)
+
     def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
         cursors: list[dict[str, Any] | None] = [
             None if cursor is None else cursor.value._asdict() for cursor in self._cursors
         ]
         # Not after an error: the dataset has passed the batch that a resumed run asks for again.
-        take = None if finished or self._failed is not None or self.live is None else self.live()
+        behind = finished or self.interrupted or self._failed is not None
+        take = None if behind or self.live is None else self.live()
         if take is not None and (live := take()) is not None:
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.
             now = live.value
@@ -494,10 +514,6 @@ class Progress:
         }
 
 
-def _value(cursor: PackedCursor | None) -> Cursor | None:
-    return None if cursor is None else cursor.value
-
-
 def _packed(cursor: Cursor | None) -> PackedCursor | None:
     return None if cursor is None else pickle_cursor(cursor)
 
@@ -508,25 +524,3 @@ def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
         return None
     # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
     return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
-
-
-def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]:
-    """Return the length of a map dataset, and the digest of its data; None where it has none, and for a stream. `find`:
-    as of `digest_of`.
-    """
-    found: dict[str, Any] = {"length": None, "data_digest": None}
-    if not config.iterable:
-        with suppress(Exception):  # torch does not call `len` if a sampler was given, so an error must not surface
-            found["length"] = len(config.dataset)
-        with suppress(Exception):
-            found["data_digest"] = digest_of(config.dataset, find=find)
-    return found
-
-
-def _marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
-    """The position `step`, `beyond` with one more step, as a new position."""
-    beyond = {*beyond, number}
-    while step in beyond:
-        beyond.remove(step)
-        step += 1
-    return step, beyond

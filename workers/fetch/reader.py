@@ -20,13 +20,13 @@ from typing import Any
 
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.errors import StateError, is_about_sample
+from asyncloader.errors import StateError, interrupts, is_about_sample, is_tried_again
 from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.counters import Recorder, Stage
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
-from asyncloader.workers.fetch.data_end import EndOfData, answered_before
+from asyncloader.workers.fetch.data_end import EndOfData, Paused, answered_before
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor
 from asyncloader.workers.fetch.decoding import Decoder, make_decode_threads
@@ -34,6 +34,7 @@ from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
 from asyncloader.workers.fetch.mocks import has_method
+from asyncloader.workers.fetch.reader_end import ReaderEnd
 from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
@@ -43,7 +44,7 @@ from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStream
 from asyncloader.workers.fetch.threads import JobThreads
 
 
-class DatasetReader:
+class DatasetReader(ReaderEnd):
     """Reads one copy of a dataset, batch by batch.
 
     Args:
@@ -110,6 +111,7 @@ class DatasetReader:
         if in_worker and alone and self.asynchronous and (setup.seeded is not None or draw_check is not None):
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
+        self._paused = False  # a store failed at a batch of the stream, and it was not tried again yet
         self._ready = False  # the asynchronous dataset has begun
         self._failure: StateError | None = None
         self._known_errors = 0  # errors that come first, and were delivered before
@@ -145,7 +147,7 @@ class DatasetReader:
             StateError: the stream ended before the position to resume from.
         """
         self._start = start
-        self._ready, self._failure = False, None
+        self._ready, self._failure, self._paused = False, None, False
         if self.asynchronous:
             self._accept_draws()
             return
@@ -294,6 +296,8 @@ class DatasetReader:
             asynchronous=self.asynchronous,
         )
         fetcher = kind(stream, maker, setup.auto_collation, self._collate, setup.drop_last, read)
+        if not self._in_worker:
+            fetcher.interrupts, fetcher.keeps = interrupts, not self.asynchronous
         fetcher.ended = cursor is not None and cursor.ended
         return fetcher
 
@@ -304,7 +308,8 @@ class DatasetReader:
             yield range(0)
             return
         fetcher = self._fetcher
-        collate, fetcher.collate_fn = fetcher.collate_fn, _no_collate
+        collate, keeps = fetcher.collate_fn, fetcher.keeps
+        fetcher.collate_fn, fetcher.keeps = _no_collate, False
         try:
             yield range(start.skip)
         except EndOfData:
@@ -314,7 +319,7 @@ class DatasetReader:
                 "delivered of it when the state was saved: it is not the same stream"
             ) from None
         finally:
-            fetcher.collate_fn = collate
+            fetcher.collate_fn, fetcher.keeps = collate, keeps
 
     # --------------------------------------------------------------------------------------------- fetching
 
@@ -330,6 +335,8 @@ class DatasetReader:
             NoSamples: all samples of the batch were dropped. Take the cursor as after a batch.
         """
         if self._setup.iterable:
+            if self._paused:
+                raise Paused
             index = self._stream_index
         began = perf_counter()
         token = current_scope.set(self.resources)
@@ -340,6 +347,9 @@ class DatasetReader:
             else:
                 with self._generators():
                     batch = self._fetcher.fetch(index, records)
+        except Exception as error:
+            self._pause_after(error)
+            raise
         finally:
             current_scope.reset(token)
         self._record(began)
@@ -354,27 +364,40 @@ class DatasetReader:
             return await self._timed(self._fetcher.fetch_async(index, records))
         # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
         async with self._lock:
-            await self._ensure_begun()
-            while True:
-                known = 0 if records is None else len(records)
-                try:
-                    batch = await self._timed(self._fetcher.fetch_async(self._stream_index, records))
-                except (EndOfData, NoSamples):
-                    self._known_errors = 0
-                    raise
-                except Exception as error:
-                    # A predecessor's answer was this error; not if it did not come again, for then this is a batch.
-                    if not self._known_errors or not is_about_sample(error):
-                        raise
-                    self._known_errors -= 1
-                    if records is not None:
-                        # The predecessor has sent these records.
-                        del records[known:]
-                    continue
+            if self._paused:
+                raise Paused
+            try:
+                await self._ensure_begun()
+                return await self._next_of_stream(records)
+            except Exception as error:
+                self._pause_after(error)
+                raise
+
+    async def _next_of_stream(self, records: list[SkippedSample] | None) -> Any:
+        while True:
+            known = 0 if records is None else len(records)
+            try:
+                batch = await self._timed(self._fetcher.fetch_async(self._stream_index, records))
+            except (EndOfData, NoSamples):
                 self._known_errors = 0
-                if self._watch is not None and self._setup.seeded is None:
-                    self._watch.check()
-                return batch
+                raise
+            except Exception as error:
+                # A predecessor's answer was this error; not if it did not come again, for then this is a batch.
+                if not self._known_errors or not is_about_sample(error):
+                    raise
+                self._known_errors -= 1
+                if records is not None:
+                    # The predecessor has sent these records.
+                    del records[known:]
+                continue
+            self._known_errors = 0
+            if self._watch is not None and self._setup.seeded is None:
+                self._watch.check()
+            return batch
+
+    def _pause_after(self, error: Exception) -> None:
+        # The worker has been sent later tasks, which must not get the samples of the batch that is tried again.
+        self._paused = self._in_worker and self._setup.iterable and is_tried_again(error)
 
     async def _timed(self, fetching: Awaitable[Any]) -> Any:
         began = perf_counter()
@@ -395,37 +418,6 @@ class DatasetReader:
         """Collate what `samples` returned for this index. In a task of its own."""
         current_scope.set(self.resources)
         return self._fetcher.collated(index, samples)
-
-    async def aclose(self) -> None:
-        """Stop reading, and `close`. No fetch may be in progress."""
-        await self._close_worker_stream()
-        await self.aclose_resources()
-        self.close()
-
-    async def aclose_resources(self) -> None:
-        """Close what the dataset's code has opened by `worker_resource`. No fetch may be in progress."""
-        await self.resources.aclose(getattr(self._fetcher, "dataset_iter", None))
-
-    def close_resources(self) -> None:
-        """Close what a blocking dataset's code has opened by `worker_resource`. Nothing may be fetched afterwards."""
-        if self.resources.used:
-            # A generator may have stopped within the context of such an object. It ends when it is freed.
-            self._fetcher = None
-            self._bookmark = Bookmark(self.dataset, 0)
-            self.resources.close()
-
-    async def _close_worker_stream(self) -> None:
-        if isinstance(self._fetcher, WorkerStreamFetcher):
-            await self._fetcher.dataset_iter.aclose()
-
-    def close(self) -> None:
-        """Let the threads end, without waiting, and close what the dataset's code has opened. Nothing may be fetched
-        afterwards.
-        """
-        self.resources.close()
-        for threads in (self._threads, self._decode_threads):
-            if threads is not None:
-                threads.close()
 
     async def _ensure_begun(self) -> None:
         if self._failure is not None:

@@ -5,9 +5,7 @@ Data path: worker: [stream_errors: fetch] -> collate. Only with an `on_error` ot
 
 from __future__ import annotations
 
-import inspect
-from types import TracebackType
-
+from asyncloader.errors import LoaderError, left_a_generator
 from asyncloader.workers.fetch.error_notes import add_note
 
 MAX_CONSECUTIVE = 1000
@@ -31,7 +29,7 @@ class StreamErrors:
         """Record that sample `number` raised. Returns True if the stream is to be given up: raise the error then."""
         self._consecutive = self._consecutive + 1 if number == self._next else 1
         self._next = number + 1
-        self._generator_error = error if _left_a_generator(error) else None
+        self._generator_error = error if left_a_generator(error) else None
         if self._consecutive < MAX_CONSECUTIVE:
             return False
         add_note(
@@ -55,14 +53,12 @@ class StreamErrors:
         return dead
 
 
-def _left_a_generator(error: Exception) -> bool:
-    """Whether the exception passed through the frame of a generator, which is finished thereby."""
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        code = step.tb_frame.f_code
-        generator = code.co_flags & (inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR)
-        # A generator that implements `__await__`, or a generator-based coroutine, is not the stream.
-        if generator and not code.co_flags & inspect.CO_ITERABLE_COROUTINE and code.co_name != "__await__":
-            return True
-        step = step.tb_next
-    return False
+def over_after(whose: str, name: str) -> LoaderError:
+    """Return the error to raise instead of the end of an iterator that an exception of this name has ended."""
+    error = LoaderError(
+        f"{whose} was over after {name}: a generator cannot go on after it. No batch was lost: call "
+        "load_state_dict() with the state that the loader has now, and iterate anew; or write an iterator class whose "
+        "__next__ can go on"
+    )
+    error.about_sample = False
+    return error

@@ -13,6 +13,9 @@ In seeded mode the samples of a stream are numbered as they are read. A sample t
 sample, if any, gets it. Where failures are skipped or replaced, each failure takes a number, so later samples are not
 affected.
 
+A batch that is interrupted, by a store that failed or by Ctrl-C, keeps the samples that were read for it: the next call
+goes on with them.
+
 With a `decode` that runs in threads, samples are decoded while later samples are read, and several of a
 batch at a time; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
 """
@@ -23,15 +26,18 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.errors import is_about_sample
+from asyncloader.errors import is_about_sample, is_tried_again, left_a_generator
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.decoding import Decoder, Failure
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
-from asyncloader.workers.fetch.stream_errors import StreamErrors
+from asyncloader.workers.fetch.stream_errors import StreamErrors, over_after
+
+_OVER: Any = object()
 
 
 class StreamFetcher:
@@ -61,12 +67,22 @@ class StreamFetcher:
         self.ended = False
         self.samples = read
         """Samples that were read from the stream."""
+        self.interrupts: Callable[[BaseException], bool] = is_tried_again
+        """Whether an error only interrupts its batch, which keeps its samples. In a worker Ctrl-C does not come."""
+        self.keeps = False
+        """Whether a batch that was returned may be interrupted later: until `taken` the next call returns it again."""
+        # Of the batch that is made: its samples, how many it has with those that were dropped, the sample that was read
+        # and is not decoded (one at most), and the records of a call that was interrupted.
+        self._data: list[Any] = []
+        self._count = 0
+        self._read: list[Any] = []
+        self._records: list[SkippedSample] = []
+        self._broken: tuple[int, str] | None = None  # where what interrupted a batch passed through a generator
         self._maker = maker
         self._auto_collation = auto_collation
         self._drop_last = drop_last and auto_collation
         self._stream_errors = StreamErrors()
         self._lock = asyncio.Lock()
-        self._end = StopAsyncIteration if maker.asynchronous else StopIteration
         # Then `_torch_samples` is enough, without a coroutine for each batch.
         self._torch = maker.seeding is None and maker.decoder is None and maker.handler is None
 
@@ -81,19 +97,50 @@ class StreamFetcher:
             EndOfData: the stream has ended.
             NoSamples: all samples of the batch were dropped.
         """
-        if self.ended:
+        if self.ended and not self._count:
             raise EndOfData
-        first = self.samples
         data: Any
-        if self._torch:
-            data = self._torch_samples(index)
-        else:
-            size = 1 if index is None or not self._auto_collation else len(index)
-            samples = run_blocking(self._batch(size, [] if records is None else records))
-            if samples is None:
-                raise EndOfData
-            data = samples if self._auto_collation else samples[0]
-        return self._collated(self.collate_fn, first, data)
+        try:
+            if self._torch:
+                data = self._torch_samples(index)
+            else:
+                size = 1 if index is None or not self._auto_collation else len(index)
+                samples = run_blocking(self._batch(size, [] if records is None else records))
+                if samples is None:
+                    raise EndOfData
+                data = samples if self._auto_collation else samples[0]
+            batch = self._collated(self.collate_fn, data)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        if not self.keeps:
+            self._end_batch()
+        return batch
+
+    def taken(self) -> None:
+        """The consumer has the batch, or an error in its place."""
+        if self.keeps:
+            self._data, self._count = [], 0
+
+    def _end_batch(self) -> None:
+        self._data, self._count = [], 0
+
+    def _failed(self, error: BaseException) -> None:
+        """Keep the batch's samples, if it is tried again."""
+        if not self.interrupts(error):
+            self.samples += len(self._read)
+            self._read = []
+            # For a package that is missing no sample is left out either.
+            kept = [] if is_about_sample(error) else self._data
+            self._end_batch()
+            self._data, self._count = kept, len(kept)
+        elif left_a_generator(error):
+            self._broken = self.samples, type(error).__name__
+
+    def _check_end(self, number: int) -> None:
+        """The stream says that it has ended, where sample `number` was expected."""
+        if self._broken is not None and self._broken[0] == number:
+            raise over_after("the dataset's iterator", self._broken[1])
 
     async def fetch_async(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:
         """Return the next batch of an asynchronous stream. See `fetch`. Several calls read one after the other, in
@@ -104,46 +151,50 @@ class StreamFetcher:
             NoSamples: all samples of the batch were dropped.
         """
         async with self._lock:
-            if self.ended:
+            if self.ended and not self._count:
                 raise EndOfData
-            first = self.samples
             size = 1 if index is None or not self._auto_collation else len(index)
-            samples = await self._batch(size, [] if records is None else records)
-            if samples is None:
-                raise EndOfData
-            data = samples if self._auto_collation else samples[0]
-            seeding = self._maker.seeding
-            if seeding is None:
-                return self._collated(self.collate_fn, first, data)
-            # Seeded by the next sample's number.
-            return self._collated(partial(seeding.collated, self.collate_fn, self.samples), first, data)
+            try:
+                samples = await self._batch(size, [] if records is None else records)
+                if samples is None:
+                    raise EndOfData
+                data, collate = samples if self._auto_collation else samples[0], self.collate_fn
+                if self._maker.seeding is not None:
+                    # Seeded by the next sample's number.
+                    collate = partial(self._maker.seeding.collated, collate, self.samples)
+                batch = self._collated(collate, data)
+            except BaseException as error:
+                self._failed(error)
+                raise
+            self._end_batch()
+            return batch
 
-    def _collated(self, collate: Callable[[Any], Any], first: int, data: Any) -> Any:
-        """Collate the samples from number `first` on."""
+    def _collated(self, collate: Callable[[Any], Any], data: Any) -> Any:
         try:
             return collate(data)
-        except StopIteration as stop:  # a `for` loop would take it for the stream's end
-            note_stream_collation(stop, first, self.samples, self._maker.stream, data)
-            raise not_the_end(stop, "collate_fn") from stop
         except Exception as error:
-            note_stream_collation(error, first, self.samples, self._maker.stream, data)
+            note_stream_collation(error, self.samples - self._count, self.samples, self._maker.stream, data)
+            if isinstance(error, StopIteration):  # a `for` loop would take it for the stream's end
+                raise not_the_end(error, "collate_fn") from error
             raise
 
     def _torch_samples(self, index: Any) -> Any:
         """Return the samples as torch's fetcher gets them: neither seed, nor decoding, nor error policy."""
-        iterator = self.dataset_iter
-        data: list[Any] = []
+        data, size = self._data, len(index) if self._auto_collation else 1
         try:
-            for _ in index if self._auto_collation else (None,):
-                data.append(next(iterator))  # noqa: PERF401 - a comprehension cannot end with a StopIteration
-        except StopIteration:
-            self.ended = self._auto_collation  # else the iterator is asked again
+            if not self.ended:
+                # One call into C moves all samples, so Ctrl-C cannot lose one, except in the stream's own code. Not
+                # `islice`, which would call `iter` again.
+                data.extend(map(next, repeat(self.dataset_iter, size - len(data))))
         except Exception as error:
-            self.samples += len(data)
-            note_stream_sample(error, self.samples, self._maker.stream)
+            note_stream_sample(error, self.samples + len(data) - self._count, self._maker.stream)
             raise
-        self.samples += len(data)
-        if not data or (self._drop_last and len(data) < len(index)):
+        finally:
+            self.samples, self._count = self.samples + len(data) - self._count, len(data)
+        if len(data) < size:
+            self._check_end(self.samples)
+            self.ended = self._auto_collation  # else the iterator is asked again
+        if not data or (self._drop_last and len(data) < size):
             raise EndOfData
         return data if self._auto_collation else data[0]
 
@@ -155,44 +206,62 @@ class StreamFetcher:
         maker, iterator = self._maker, self.dataset_iter
         decoder, asynchronous = maker.decoder, maker.asynchronous
         seed = None if maker.seeding is None else maker.seeding.samples.sample
-        data: list[Any] = []  # samples, or those to be decoded
+        data, read = self._data, self._read  # samples, or those to be decoded
         before = len(records)
-        over = False
+        records += self._records
+        self._records = []
+        over = self.ended
         try:
-            for _ in range(size):
+            for at, item in enumerate(data):
+                if isinstance(item, _ReadSample):  # its decoding failed, or was cancelled behind another's
+                    maker.seed(item.request.position)
+                    data[at] = _begin_decoding(decoder, item.raw, item.request)
+            while self._count < size and not over:
                 number = self.samples
                 # Before the read: the stream's own code draws from the sample's random numbers.
                 if seed is not None:
                     seed(number)
                 try:
-                    sample = await anext(iterator) if asynchronous else next(iterator)
-                # Only the end of this kind of stream: a blocking stream that raises StopAsyncIteration has failed.
-                except self._end:
-                    over = True
-                    break
+                    if not read:
+                        # A single call into C moves the sample, so Ctrl-C cannot lose it, except in the stream's own
+                        # code. Only the end of this kind of stream: a blocking stream that raises StopAsyncIteration
+                        # has failed.
+                        read.extend((await anext(iterator, _OVER),) if asynchronous else map(next, (iterator,)))
+                    over = not read or read[0] is _OVER
+                    if over:
+                        break
                 except Exception as error:
                     if maker.handler is None or not is_about_sample(error) or self._stream_errors.failed(error, number):
                         maker.note(error, SampleRequest(None, number))
                         raise
                     # It takes a number: later samples have the same random numbers, whether it raises or not.
-                    self.samples += 1
+                    self.samples = number + 1
                     sample = await maker.on_error(SampleRequest(None, number), error, records)
                 else:
-                    self.samples += 1
+                    sample = read[0]
                     if decoder is not None:
-                        sample = await self._begin_decoding(decoder, sample, records)
+                        sample = await self._decode_read(decoder, sample, SampleRequest(None, number), records)
+                # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
                 if sample is not DROPPED:
-                    data.append(sample)
+                    data += [sample]
+                del read[:]
+                self.samples, self._count = number + 1, self._count + 1
             if over:
+                del read[:]
+                self._check_end(self.samples)
                 self._end_stream()
             if over and self._drop_last:
                 _cancel_decoding(data)
                 data = []
             elif decoder is not None and asynchronous:
-                data = await self._decoded(decoder, data, records)
+                await self._decoded(decoder, data, records)
+                data = [sample for sample in data if sample is not DROPPED]
         # Also for a cancellation: no thread should decode for a batch that is not taken.
-        except BaseException:
+        except BaseException as error:
             _cancel_decoding(data)
+            if self.interrupts(error):
+                self._records = records[before:]
+                del records[before:]
             raise
         # Errors of decoding come after those of reading: sorted, the records are in the order of the stream.
         records[before:] = sorted(records[before:], key=_by_position)
@@ -220,53 +289,55 @@ class StreamFetcher:
         finally:
             del dead  # it refers to this frame
 
-    async def _begin_decoding(self, decoder: Decoder, sample: Any, records: list[SkippedSample]) -> Any:
+    async def _decode_read(
+        self, decoder: Decoder, sample: Any, request: SampleRequest, records: list[SkippedSample]
+    ) -> Any:
         """Decode the sample that was read last; for an asynchronous stream only begin, and go on in `_decoded`."""
-        request = SampleRequest(None, self.samples - 1)
         if self._maker.asynchronous:
-            context = copy_context()  # holds this sample's random numbers; the next sample gets others
-            if decoder.threads is not None:
-                sample = decoder.call_in_thread(sample, context)
-            return _ReadSample(request, sample, context)
+            return _begin_decoding(decoder, sample, request)
         try:
             return decoder.call(sample)
         except Exception as error:
             return await self._maker.on_error(request, error, records)
 
-    async def _decoded(self, decoder: Decoder, data: list[Any], records: list[SkippedSample]) -> list[Any]:
-        kept: list[Any] = []
+    async def _decoded(self, decoder: Decoder, data: list[Any], records: list[SkippedSample]) -> None:
+        """Replace the samples that were read by decoded ones, or by `DROPPED`."""
         # In the order of the stream, whichever thread is ready first.
-        for item in data:
+        for at, item in enumerate(data):
             if not isinstance(item, _ReadSample):
-                kept.append(item)  # the substitute from `on_error` for a sample that could not be read
-                continue
+                continue  # the substitute from `on_error` for a sample that could not be read
             try:
                 if decoder.threads is not None:
-                    sample = await item.sample
+                    data[at] = await item.decoding
                 else:
-                    sample = await decoder.decode(item.sample, item.context)
+                    data[at] = await decoder.decode(item.raw, item.context)
             except Exception as error:
-                sample = await self._maker.on_error(item.request, error, records)
-            if sample is not DROPPED:
-                kept.append(sample)
-        return kept
+                data[at] = await self._maker.on_error(item.request, error, records)
 
 
 class _ReadSample(NamedTuple):
-    """A sample that was read and is not decoded yet; if a thread decodes it, the future of the result."""
+    """A sample that was read and is not decoded yet; if a thread decodes it, with the future of the result."""
 
     request: SampleRequest
-    sample: Any
+    raw: Any
     context: Context
+    decoding: Any
+
+
+def _begin_decoding(decoder: Decoder | None, raw: Any, request: SampleRequest) -> _ReadSample:
+    assert decoder is not None
+    context = copy_context()  # holds this sample's random numbers; the next sample gets others
+    decoding = None if decoder.threads is None else decoder.call_in_thread(raw, context)
+    return _ReadSample(request, raw, context, decoding)
 
 
 def _cancel_decoding(data: list[Any]) -> None:
     """Cancel the decoding of samples that will not be used; decoding that has begun runs to its end."""
     for item in data:
-        if isinstance(item, _ReadSample) and isinstance(item.sample, asyncio.Future):
+        if isinstance(item, _ReadSample) and item.decoding is not None:
             # Otherwise asyncio would log the error of a decoding that has begun, because no code asks for it.
-            item.sample.add_done_callback(_retrieve_error)
-            item.sample.cancel()
+            item.decoding.add_done_callback(_retrieve_error)
+            item.decoding.cancel()
 
 
 def _retrieve_error(future: asyncio.Future[Any]) -> None:
@@ -281,8 +352,8 @@ def _by_position(record: SkippedSample) -> int:
 class WorkerStreamLike(Protocol):
     """The interface of `asyncloader.remote.worker_stream.WorkerStream`."""
 
-    def next_batch(self) -> None:
-        """Begin the next batch."""
+    def next_batch(self, *, again: bool = False) -> None:
+        """Begin the next batch, or the same `again`."""
         ...
 
     @property
@@ -320,23 +391,41 @@ class WorkerStreamFetcher(StreamFetcher):
     def __init__(self, *args: Any, by_column: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self._by_column = by_column
-        self._kept: list[Any] = []
+        self._undecoded: tuple[int, Sequence[Any]] | None = None  # samples of the batch, and the number of the first
+        self._begun = False
 
     async def _batch(self, size: int, records: list[SkippedSample]) -> Sequence[Any] | None:
         before = len(records)
-        self.dataset_iter.next_batch()
+        self.dataset_iter.next_batch(again=self._begun)
+        self._begun = True
         await self.dataset_iter.refill()  # an error here belongs to no sample, so no sample is dropped for it
-        data = await self._filled(size, records)
+        records += self._records
+        self._records = []
+        try:
+            data = await self._filled(size, records)
+        except BaseException as error:
+            if self.interrupts(error):
+                self._records = records[before:]
+                del records[before:]
+            else:
+                self._undecoded = None
+            raise
         if len(data) == size or (data and not self._drop_last):
             return data
         if len(records) > before:
             raise NoSamples
         return None
 
+    def _end_batch(self) -> None:
+        super()._end_batch()
+        self._begun = False
+
     async def _filled(self, size: int, records: list[SkippedSample]) -> Sequence[Any]:
-        # Samples of a batch that could not be filled, because its shard could not be read, are the next batch's.
-        data, self._kept = self._kept, []
+        # It has the samples of a call that was interrupted.
+        data = self._data
         before = len(records)
+        if self._undecoded is not None:
+            await self._decode(*self._undecoded, data, records)
         while len(data) < size and not self.ended:
             wanted = size - len(data)
             try:
@@ -352,29 +441,29 @@ class WorkerStreamFetcher(StreamFetcher):
                 # After an error that is no sample's, the shard is read again at the next call, but not the samples that
                 # were read before.
                 if not is_about_sample(error):
-                    self._kept = data
                     self._maker.note(error, SampleRequest(None, number))
                     raise
-                self.samples += 1
+                self.samples, self._count = number + 1, self._count + 1
                 sample = await self._maker.on_error(SampleRequest(None, number), error, records)
                 if sample is not DROPPED:
                     data.append(sample)
                 continue
             self.ended = len(samples) < wanted
             first, self.samples = self.samples, self.samples + len(samples)
+            self._count += len(samples)
             if self._maker.decoder is not None:
-                await self._decode(self._maker.decoder, first, samples, data, records)
+                await self._decode(first, samples, data, records)
             elif self._by_column and not data and (self.ended or len(samples) == size):
                 return samples
             else:
                 data += samples
         return data
 
-    async def _decode(
-        self, decoder: Decoder, first: int, samples: Sequence[Any], data: list[Any], records: list[SkippedSample]
-    ) -> None:
+    async def _decode(self, first: int, samples: Sequence[Any], data: list[Any], records: list[SkippedSample]) -> None:
         """Decode the samples concurrently, as far as there are threads; append them in their order."""
-        contexts: list[Context] = []
+        decoder, contexts = self._maker.decoder, list[Context]()
+        assert decoder is not None
+        self._undecoded = first, samples
         for number in range(first, first + len(samples)):
             # In the current context, of which the next line takes a copy for this sample's decoding.
             self._maker.seed(number)
@@ -385,8 +474,10 @@ class WorkerStreamFetcher(StreamFetcher):
                 sample = result
                 if isinstance(result, Failure):
                     request = SampleRequest(shard_and_key(samples[number - first]), number)
+                    self._undecoded = number, [samples[at] for at in range(number - first, len(samples))]
                     sample = await self._maker.on_error(request, result.error, records)
                 if sample is not DROPPED:
                     data.append(sample)
+            self._undecoded = None
         finally:
             found.clear()  # it refers to errors, whose tracebacks refer to this frame

@@ -8,15 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, get_worker_info
 
-from asyncloader import DataLoader, Tuning
-from asyncloader.bridge import Bridge
+from asyncloader import DataLoader, LoaderError, Recovery, Tuning
+from asyncloader.bridge import Bridge, Call
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer
+from asyncloader.epoch.inline import InlineEpoch
+from asyncloader.epoch.inline_streams import StreamsInTurn
+from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
+from asyncloader.workers.fetch.map_fetcher import MapFetcher
+from asyncloader.workers.fetch.reader import DatasetReader
+from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
 from asyncloader.workers.memory.ring import Ring, oneoff_anchor
 from tests.helpers.interrupting import Interruption
 
@@ -101,6 +108,8 @@ def test_ctrl_c_at_every_place(case: str) -> None:
                     got.append(_next(batches, held))
             except KeyboardInterrupt:
                 struck += 1
+                if case != "errors":
+                    assert loader.state_dict()["step"] == len(got)  # the user does not have the batch yet
                 got.append(_next(batches, held))
             expected.append(_next(undisturbed, deque(maxlen=1)))
             assert got == expected
@@ -139,3 +148,120 @@ def test_an_epoch_left_after_ctrl_c_at_every_place(case: str) -> None:
         held.clear()
         (ring,) = (manager.ring for manager in batches._pool.rings)
         assert ring.idle
+
+
+# ------------------------------------------------------------------------------------------------ without workers
+
+
+class Numbers(Iterator[int]):
+    def __init__(self, first: int, step: int) -> None:
+        self.next, self.step = first, step
+
+    def __next__(self) -> int:
+        self.next += self.step  # a place between the two would be the user's own
+        return self.next - self.step
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return Numbers(0, 1) if info is None else Numbers(info.id, info.num_workers)
+
+
+class Streams(Stream):
+    loader_streams = 3
+
+
+INLINE = [
+    *(SyncInlineIterator._next_data, SyncInlineIterator._fetch_here, SyncInlineIterator._fetch_on_bridge),
+    *(InlineEpoch.step, InlineEpoch._continued, InlineEpoch.next_index, InlineEpoch._pull, InlineEpoch.pull_ahead),
+    *(InlineEpoch.delivered, InlineEpoch._settle, InlineEpoch.cursor, InlineEpoch.failed),
+    *(DatasetReader.fetch, DatasetReader.cursor, DatasetReader.taken, MapFetcher.fetch, MapFetcher._torch_samples),
+    *(StreamFetcher.fetch, StreamFetcher._torch_samples, StreamFetcher._batch, StreamFetcher._collated),
+    *(StreamsInTurn.fetch, StreamsInTurn.taken, Bridge.wait, Call.join, Call.result),
+    *(BatchSampler.__iter__, RandomSampler.__iter__, IndexStream._begin, TorchIterator.pull, IndexStream.pull),
+    *(Progress.pulled, Progress.delivered, Progress._mark),
+]
+WITHOUT_WORKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "map": (range(BATCHES), {"shuffle": True}),
+    "seeded": (range(BATCHES), {"seed": 1, "shuffle": True}),
+    "on the loop": (range(BATCHES), {"concurrency": 2, "shuffle": True}),
+    "stream": (Stream(), {}),
+    "seeded stream": (Stream(), {"seed": 1}),
+    "streams": (Streams(), {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited")  # Ctrl-C came before it was begun
+@pytest.mark.parametrize("case", WITHOUT_WORKERS)
+def test_ctrl_c_at_every_place_without_workers(case: str) -> None:
+    """As with workers: the next call gives the batch, and a state that is saved in between resumes with it."""
+    dataset, options = WITHOUT_WORKERS[case]
+    replays = Recovery(allow_replay=True)
+
+    def epoch(state: dict[str, Any] | None = None) -> tuple[DataLoader[Any], Iterator[torch.Tensor]]:
+        torch.manual_seed(SEED)
+        loader = DataLoader[Any](dataset, 2, recovery=replays, **options)
+        loader.load_state_dict(state or {})
+        return loader, iter(loader)
+
+    with DataLoader[Any](dataset, 2, recovery=replays, **options) as loader:
+        states: list[tuple[int, dict[str, Any]]] = []
+        torch.manual_seed(SEED)
+        batches = iter(loader)
+        got, at = [next(batches).tolist()], 0
+        while len(states) == at:
+            at += 1
+            try:
+                with Interruption(at, INLINE):
+                    got.append(next(batches).tolist())
+            except KeyboardInterrupt:
+                states.append((len(got), loader.state_dict()))
+                got.append(next(batches).tolist())
+    assert len(states) > 40
+    plain, undisturbed = epoch()
+    with plain:
+        assert got == [next(undisturbed).tolist() for _ in got]
+    for before, state in states[:: 1 + len(states) // 12]:
+        resumed, rest = epoch(state)
+        with resumed:
+            assert next(rest).tolist() == got[before]
+
+
+def test_ctrl_c_in_the_code_of_generators() -> None:
+    """A generator ends with it. A sampler is read anew up to its position; for a dataset the error says what to do."""
+    strikes = iter([False] * 5 + [True])
+
+    def numbers() -> Iterator[int]:
+        for number in range(20):
+            if next(strikes, False):
+                raise KeyboardInterrupt
+            yield number
+
+    class Sampler(torch.utils.data.Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return numbers()
+
+    class Generated(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return numbers()
+
+    batches = iter(DataLoader(range(20), 4, sampler=Sampler()))  # type: ignore[arg-type]
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    assert [batch.tolist()[0] for batch in batches] == [4, 8, 12, 16]
+
+    strikes = iter([False] * 5 + [True])
+    loader = DataLoader(Generated(), 4, recovery=Recovery(allow_replay=True))
+    batches = iter(loader)
+    assert next(batches).tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyboardInterrupt):
+        next(batches)
+    for _ in range(2):
+        with pytest.raises(LoaderError, match="over after KeyboardInterrupt"):
+            next(batches)
+    state = loader.state_dict()
+    assert (state["step"], state["finished"]) == (1, False)
+    loader.load_state_dict(state)
+    assert [batch.tolist()[0] for batch in loader] == [4, 8, 12, 16]

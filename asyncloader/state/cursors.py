@@ -1,0 +1,40 @@
+"""Computes parts of a position for `Progress`: steps, cursors, and what a state says of the data.
+
+Data path: dataset_state -> [cursors] -> progress.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.workers.fetch.dataset_kinds import digest_of
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
+
+
+def value_cursor(cursor: PackedCursor | None) -> Cursor | None:
+    """Return the cursor of its packed form."""
+    return None if cursor is None else cursor.value
+
+
+def marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
+    """The position `step`, `beyond` with one more step, as a new position."""
+    beyond = {*beyond, number}
+    while step in beyond:
+        beyond.remove(step)
+        step += 1
+    return step, beyond
+
+
+def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]:
+    """Return the length of a map dataset, and the digest of its data; None where it has none, and for a stream. `find`:
+    as of `digest_of`.
+    """
+    found: dict[str, Any] = {"length": None, "data_digest": None}
+    if not config.iterable:
+        with suppress(Exception):  # torch does not call `len` if a sampler was given, so an error must not surface
+            found["length"] = len(config.dataset)
+        with suppress(Exception):
+            found["data_digest"] = digest_of(config.dataset, find=find)
+    return found

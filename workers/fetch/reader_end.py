@@ -1,0 +1,69 @@
+"""Ends a batch that was read, and the reading of a dataset: its stream, its threads, and what its code has opened.
+
+Data path: none; part of `reader`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncloader.workers.fetch.dataset_state import Bookmark
+from asyncloader.workers.fetch.resource_scope import ResourceScope
+from asyncloader.workers.fetch.stream_fetcher import WorkerStreamFetcher
+from asyncloader.workers.fetch.threads import JobThreads
+
+
+class ReaderEnd:
+    """The base of `DatasetReader`, which reads: what ends a batch, and what ends the reading."""
+
+    dataset: Any
+    resources: ResourceScope
+    _fetcher: Any
+    _bookmark: Bookmark
+    _paused: bool
+    _threads: JobThreads | None
+    _decode_threads: JobThreads | None
+
+    def resume(self) -> None:
+        """Read on where a store failed: `fetch` raises `Paused` since then, in a worker, of a stream."""
+        self._paused = False
+
+    def taken(self) -> None:
+        """The consumer has the stream's batch, or an error in its place. See `StreamFetcher.keeps`."""
+        if self._fetcher is not None:
+            self._fetcher.taken()
+
+    def recount(self, batches: int) -> None:
+        """Set the number of batches that were read: the last was interrupted, perhaps after it was counted."""
+        self._bookmark.batches = batches
+
+    async def aclose(self) -> None:
+        """Stop reading, and `close`. No fetch may be in progress."""
+        await self._close_worker_stream()
+        await self.aclose_resources()
+        self.close()
+
+    async def aclose_resources(self) -> None:
+        """Close what the dataset's code has opened by `worker_resource`. No fetch may be in progress."""
+        await self.resources.aclose(getattr(self._fetcher, "dataset_iter", None))
+
+    def close_resources(self) -> None:
+        """Close what a blocking dataset's code has opened by `worker_resource`. Nothing may be fetched afterwards."""
+        if self.resources.used:
+            # A generator may have stopped within the context of such an object. It ends when it is freed.
+            self._fetcher = None
+            self._bookmark = Bookmark(self.dataset, 0)
+            self.resources.close()
+
+    async def _close_worker_stream(self) -> None:
+        if isinstance(self._fetcher, WorkerStreamFetcher):
+            await self._fetcher.dataset_iter.aclose()
+
+    def close(self) -> None:
+        """Let the threads end, without waiting, and close what the dataset's code has opened. Nothing may be fetched
+        afterwards.
+        """
+        self.resources.close()
+        for threads in (self._threads, self._decode_threads):
+            if threads is not None:
+                threads.close()
