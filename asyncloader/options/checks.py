@@ -64,7 +64,8 @@ def check_numbers(arguments: Mapping[str, Any]) -> None:
     """Raise the TypeError that torch would raise later, or about an operator, if one of its numbers is not a number."""
     for name in ("num_workers", "prefetch_factor"):
         value = arguments[name]
-        if value is not None and value != 0 and not hasattr(value, "__index__"):
+        absent = value is None and name == "prefetch_factor"
+        if not absent and value != 0 and not hasattr(value, "__index__"):
             raise TypeError(f"{name} should be an integer or 'auto', but got {name}={value!r}")
 
 

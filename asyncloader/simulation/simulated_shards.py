@@ -104,8 +104,8 @@ class SimulatedShards:
 
         # The loader does not fetch beyond the end of a range, and neither does an object that ends there.
         stores = Stores(transport=SimulatedTransport(self._network, stop))
-        begin = shard_range._replace(start=start)
-        return read_shard_range(stores, shard, begin, on_bad=on_bad, reader=reader, read_ahead=self._read_ahead)
+        begin, simulated = shard_range._replace(start=start), shard._replace(stated=None)
+        return read_shard_range(stores, simulated, begin, on_bad=on_bad, reader=reader, read_ahead=self._read_ahead)
 
     async def _read_groups(
         self, layout: ParquetLayout, start: int, stop: int, units: int

@@ -29,8 +29,8 @@ DROPPED: Any = object()
 
 
 class MissingSample(NamedTuple):
-    """Stands for a sample that raised, where `collate_fn` expects it: an `on_error` that returns it replaces nothing, so
-    it leaves no record.
+    """Stands for a sample that raised, where `collate_fn` expects it: an `on_error` that returns it replaces nothing,
+    so it leaves no record.
     """
 
     error: Any

@@ -34,7 +34,7 @@ def test_refused_as_by_torch(kind: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("value", ["2", 2.0, None])
 def test_a_number_of_workers_that_is_none(kind: str, value: Any) -> None:
     """A TypeError, as in torch; torch's names neither the option nor the value, or is raised when iteration begins."""
-    with pytest.raises(TypeError, match=f"^num_workers should be an integer, but got num_workers={value!r}$"):
+    with pytest.raises(TypeError, match=f"^num_workers should be an integer or 'auto', but got num_workers={value!r}$"):
         LOADERS[kind](MAP, num_workers=value)
 
 
