@@ -106,7 +106,7 @@ def common_type(kinds: Collection[torch.dtype]) -> torch.dtype:
     if floating := [kind for kind in kinds if kind.is_floating_point or kind.is_complex]:
         return reduce(torch.promote_types, floating)
     # By numpy: torch does not know all pairs of unsigned types.
-    common = np.result_type(*(torch.empty(0, dtype=kind).numpy().dtype for kind in kinds))
+    common = np.result_type(*(torch.empty(0, dtype=kind, device="cpu").numpy().dtype for kind in kinds))
     if common.kind == "f":
         named = " and ".join(sorted(map(str, kinds)))
         raise ValueError(f"values of the types {named} cannot be joined: no integer type holds both")

@@ -163,7 +163,7 @@ class World:
         resumed = None if state is None else check_state(state)
         clock = EpochClock([], None, seeded=True)
         self.progress = Progress(clock, expects, streams, resumed, None, case.every, Tally())
-        self.progress.config = cast("Any", SimpleNamespace(assigns_shards=True, loader_streams=None))
+        self.progress.config = cast("Any", SimpleNamespace(assigns_shards=True, loader_streams=None, iterable=True))
         _, starts = self.progress.starts(case.workers, 7, None)
         names = [str(number) for number in range(len(case.shards))]
         assignments = EpochAssignment(

@@ -113,11 +113,11 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
     "true beyond": (changed("seeded", "beyond", [5, True]), r"beyond=\[5, True\]"),
     "a length of very many digits": (changed("seeded", "length", HUGE), "length is <int>"),
     "a batch size of very many digits": (changed("seeded", "batch_size", -HUGE), "batch_size is <int>"),
-    "a seed nested too deep": (changed("seeded", "seed", nested(DEEP)), r"seed is (<list>|\[{50})"),  # 3.14 can show it
-    "a mode of a million letters": (changed("seeded", "mode", "s" * 1_000_000), r"mode='s{199}\.\.\., but"),
+    "a seed nested too deep": (changed("seeded", "seed", nested(DEEP)), r"seed is \[+\.\.\.\]+$"),
+    "a mode of a million letters": (changed("seeded", "mode", "s" * 1_000_000), r"mode='s{1,99}\.\.\.s{1,99}', but"),
     "a drop_last of a million letters": (
         changed("seeded", "drop_last", "s" * 1_000_000),
-        r"drop_last is 's{199}\.\.\.$",
+        r"drop_last is 's{1,99}\.\.\.s{1,99}'$",
     ),
     "a sampler's state nested too deep": (
         changed("seeded", "sampler", {"at": 0, "ended": False, "sampler": nested(DEEP), "iterator": None}),
@@ -148,7 +148,10 @@ FOUND: dict[str, tuple[dict[str, Any], str]] = {
         changed("torch", "generators.own", generator_text(1, (1 << 40) + 1)),
         "generator 'own' is none of torch's",
     ),
-    "a generator's name nested too deep": (changed("torch", "generators", {"ä" * 9999: "!!"}), "generator 'ä{199}"),
+    "a generator's name nested too deep": (
+        changed("torch", "generators", {"ä" * 9999: "!!"}),
+        r"generator 'ä{1,99}\.\.\.ä{1,99}'",
+    ),
 }
 
 

@@ -325,7 +325,8 @@ def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
         raise Unsendable(why)
     # A copy: the bytes of a conjugated or negated view are those of the original, and a tensor with a single element is
     # contiguous whatever its stride is, and may then not be viewed as bytes.
-    data = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).reshape(-1).view(torch.uint8).numpy().tobytes()
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [DTYPE_NAMES[tensor.dtype], [Kind.TUPLE, *tensor.shape], Ext(BYTES, data)]
 
 
