@@ -29,6 +29,7 @@ from asyncloader.process_hooks import in_forked_child
 from asyncloader.sources import lance_version
 from asyncloader.sources.tokens import positions
 from asyncloader.transports import ReadFailed
+from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 from asyncloader.workers.fetch.worker_resource import worker_resource
 
 _inherited = False
@@ -64,7 +65,7 @@ class _OpenVersion(Protocol):
         ...
 
 
-class LanceTable(Dataset[dict[str, Any]]):
+class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
     """The rows of a Lance dataset.
 
         data = LanceTable("s3://bucket/images.lance", columns=["image", "label"])
@@ -75,7 +76,8 @@ class LanceTable(Dataset[dict[str, Any]]):
     are read by one call of Lance, and one for each column of blobs.
 
     The newest version is looked up once, when the length or a row is first asked for, and the copies in the workers
-    read that version, whatever is written meanwhile. So do several ranks, and a resumed run, if you name the `version`.
+    read that version, whatever is written meanwhile. So do several ranks, and a resumed run, if you name the `version`;
+    else a state of another version is refused within an epoch.
 
     Lance cannot be used in a process that was forked from one in which it was used. Reading by worker processes does
     not use it in the trainer. If the trainer uses it itself (it has written the dataset, or has read it without
@@ -132,6 +134,11 @@ class LanceTable(Dataset[dict[str, Any]]):
             ReadFailed: the dataset, the version or a column does not exist, or cannot be read.
         """
         return self._described().rows
+
+    def data_digest(self, *, find: bool) -> str | None:
+        """Return the version, and when it was written, as `DigestedDataset.data_digest`."""
+        found = self._described() if find else self._description
+        return None if found is None else repr((found.version, found.written))
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a row.

@@ -9,6 +9,7 @@ that a chunk is the file that it was is checked before samples are read from it,
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
 import stat
@@ -26,10 +27,11 @@ from asyncloader.errors import ShardError
 from asyncloader.sources.litdata_index import MAX_INDEX_BYTES, ChunkTable, parse_index
 from asyncloader.sources.local_file import LocalFile
 from asyncloader.sources.tokens import positions
+from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 from asyncloader.workers.fetch.worker_resource import worker_resource
 
 
-class LitDataFolder(Dataset[Any]):
+class LitDataFolder(Dataset[Any], DigestedDataset):
     """The samples of a local folder that LitData's ``optimize`` has written: ``index.json`` and its chunks.
 
         data = LitDataFolder("optimized")
@@ -82,6 +84,12 @@ class LitDataFolder(Dataset[Any]):
 
     def __len__(self) -> int:
         return int(self._chunks.starts[-1])
+
+    def data_digest(self, *, find: bool) -> str:  # noqa: ARG002 - it is known
+        """Return a digest of the chunks' names, sizes and samples, as `DigestedDataset.data_digest`."""
+        chunks = self._chunks
+        text = repr((chunks.names, self._files[:, 0].tolist(), chunks.starts.tolist()))
+        return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def __getitem__(self, index: int) -> Any:
         """Return a sample.

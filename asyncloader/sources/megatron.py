@@ -25,9 +25,10 @@ from asyncloader.sources.megatron_index import (
     read_layout,
 )
 from asyncloader.sources.tokens import Tokens, positions
+from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
 
-class MegatronTokens(Dataset[Tokens]):
+class MegatronTokens(Dataset[Tokens], DigestedDataset):
     """The sequences of ``prefix.bin``, by its index ``prefix.idx``: a pair that Megatron's `preprocess_data.py` writes.
 
         data = MegatronTokens("corpus_text_document")
@@ -60,6 +61,10 @@ class MegatronTokens(Dataset[Tokens]):
 
     def __len__(self) -> int:
         return self._layout.sequences
+
+    def data_digest(self, *, find: bool) -> str:  # noqa: ARG002 - it is known
+        """Return the sizes of both files, as `DigestedDataset.data_digest`."""
+        return repr((self._index.size, self._data.size))
 
     @property
     def sizes(self) -> np.ndarray[Any, np.dtype[np.int32]]:

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from asyncloader.errors import ShardError
 from asyncloader.sources.local_file import LocalFile
+from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
 
@@ -54,7 +55,7 @@ def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[n
     return np.where(found < 0, found + length, found)
 
 
-class TokenFile(Dataset[Tokens]):
+class TokenFile(Dataset[Tokens], DigestedDataset):
     """Windows of a local file that holds nothing but tokens, as ``numpy.ndarray.tofile`` writes it.
 
         data = TokenFile("train.bin", "uint16", context=1025, stride=1024)
@@ -113,6 +114,10 @@ class TokenFile(Dataset[Tokens]):
 
     def __len__(self) -> int:
         return self._length
+
+    def data_digest(self, *, find: bool) -> str:  # noqa: ARG002 - it is known
+        """Return the file's size and the windows, as `DigestedDataset.data_digest`."""
+        return repr((self._file.size, self.dtype.str, self.context, self.stride, self.offset))
 
     def __getitem__(self, index: int) -> Tokens:
         """Return the tokens of a window, of shape ``(context,)``.

@@ -260,9 +260,9 @@ def compare(state: dict[str, Any], expected: dict[str, Any], world_size: int) ->
         saved, here = state["data_digest"], expected.get("data_digest")
         if None not in (saved, here) and saved != here:
             raise StateError(
-                "the state was saved within an epoch of other data: the dataset's shards, their sizes or their numbers "
-                "of samples have changed. Give the dataset the data as it was (of the Hugging Face Hub the commit: "
-                "hf://datasets/owner/name@commit), or begin anew without the state"
+                "the state was saved within an epoch of other data: the dataset's files, their sizes, numbers of "
+                "samples or version have changed. Give the dataset the data as it was (of the Hugging Face Hub the "
+                "commit: hf://datasets/owner/name@commit; of Lance the version), or begin anew without the state"
             )
 
 
