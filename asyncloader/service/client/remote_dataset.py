@@ -47,6 +47,8 @@ class RemoteDataset:
         self.info = info
         self.catalog: Catalog | None = None
         """If the loader assigns its shards: the catalog of the newest plan."""
+        self.told_full = False
+        """Whether the log says that the nodes have fewer workers than the loader has."""
         # The loader looks for these two attributes to know whether a dataset has a state. With assigned shards it keeps
         # the position itself.
         if info.stateful and info.shuffle is None:

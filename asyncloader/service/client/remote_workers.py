@@ -134,7 +134,9 @@ class ServiceWorkers:
                     _Absent(worker) if worker in self._absent else each.result()
                     for worker, each in zip(wanted, futures, strict=True)
                 ]
-                _log.warning("%d of the %d workers do all tasks: %s", there, len(wanted), full[0])
+                if not self._dataset.told_full:
+                    self._dataset.told_full = True
+                    _log.warning("%d of the %d workers do all tasks: %s", there, len(wanted), full[0])
             while made:
                 yield made.pop(0)
         finally:
