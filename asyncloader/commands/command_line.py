@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _INTERRUPTED, _NO_READER = 130, 141
 
+_REMOVED = {"plan": "this command was removed: measure a short run instead, by `asyncloader bench MODULE:FUNCTION`"}
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line's parser."""
@@ -38,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
     inspect.add_argument("urls", nargs="+", metavar="URL", help="as RemoteIterableDataset takes them")
     inspect.add_argument("--format", help="of all shards, such as tar or jsonl.gz; default: by the extension")
     inspect.add_argument("--no-read", action="store_true", help="read only listings, sizes and indexes")
-    plan = commands.add_parser("plan", help="predict the rate, requests and cost of a run over shards")
-    _add_plan(plan)
     checkpoint = commands.add_parser("checkpoint", help="what a saved state says")
     show = checkpoint.add_subparsers(dest="action", required=True).add_parser("show", help="in words")
     show.add_argument("file", type=Path, help="a checkpoint of torch.save, or JSON, that has loaders' states in it")
@@ -72,35 +72,21 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("socket", nargs="?", type=Path, help="a loader's socket; default: all loaders of this user")
     top.add_argument("--web", action="store_true", help="serve the page of one loader, and print its address")
     top.add_argument("--port", type=int, default=0, help="of the page; default: any that is free")
-    for each in (doctor, inspect, plan, show, verify, bench, trace, top):
+    for each in (doctor, inspect, show, verify, bench, trace, top):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
 
-def _add_plan(plan: argparse.ArgumentParser) -> None:
-    plan.add_argument("urls", nargs="+", metavar="URL", help="as RemoteIterableDataset takes them")
-    plan.add_argument("--format", help="of all shards, such as tar or jsonl.gz; default: by the extension")
-    plan.add_argument("--workers", type=int, help="default: the CPUs that may be used")
-    plan.add_argument("--batch-size", type=int, default=32, help="default 32")
-    plan.add_argument("--prefetch-factor", type=int, default=2, help="default 2")
-    plan.add_argument("--rtt", metavar="TIME", help="from a request to its first byte, such as 50ms; default: measured")
-    plan.add_argument("--bandwidth", metavar="RATE", help="of all workers together, such as 1GB/s; default: unlimited")
-    plan.add_argument("--decode", metavar="TIME|MODULE:FUNCTION", help="for a sample; a function is measured")
-    plan.add_argument("--step", metavar="TIME", default="0s", help="a training step, of a batch; default 0s")
-    plan.add_argument("--cpus", type=float, help="that the loader may use; default: all that this process may")
-    plan.add_argument("--epochs", type=int, default=1, help="default 1")
-    plan.add_argument("--price-requests", type=float, metavar="PRICE", help="of 1,000 requests")
-    plan.add_argument("--price-gb", type=float, metavar="PRICE", help="of 10^9 bytes")
-    plan.add_argument("--price-hour", type=float, metavar="PRICE", help="of an hour of the machine")
-    plan.add_argument("--no-read", action="store_true", help="read only listings, sizes and indexes")
-
-
 def run(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    flags = vars(parser().parse_args(argv))
-    command = flags.pop("command")
     from asyncloader.commands.terminal import CannotPrint, discard, print_error
 
+    given = sys.argv[1:] if argv is None else argv
+    if given and given[0] in _REMOVED:
+        print_error(given[0], _REMOVED[given[0]])
+        return 2
+    flags = vars(parser().parse_args(given))
+    command = flags.pop("command")
     try:
         return _run(command, flags)
     except CannotPrint as error:
@@ -214,8 +200,6 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
         from asyncloader.commands.shard_inspection import inspect
 
         return run_in_thread(inspect(flags["urls"], flags["format"], read=not flags["no_read"]))
-    if command == "plan":
-        return _plan(flags)
     if command == "verify":
         from asyncloader.verification.verify import verify
 
@@ -230,26 +214,6 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
 
         return summarize(read(flags["file"]))
     return _show(flags["file"])
-
-
-def _plan(flags: dict[str, Any]) -> Iterable[Finding]:
-    from asyncloader.commands.quantities import bytes_per_second, seconds
-    from asyncloader.commands.run_plan import Prices, Wanted, plan_run
-    from asyncloader.cpus import usable_cpus
-
-    wanted = Wanted(
-        workers=usable_cpus() if flags["workers"] is None else flags["workers"],
-        batch_size=flags["batch_size"],
-        rtt_s=None if flags["rtt"] is None else seconds(flags["rtt"]),
-        bandwidth=None if flags["bandwidth"] is None else bytes_per_second(flags["bandwidth"]),
-        decode=flags["decode"],
-        step_s=seconds(flags["step"]),
-        cpus=flags["cpus"],
-        epochs=flags["epochs"],
-        prefetch_factor=flags["prefetch_factor"],
-        prices=Prices(flags["price_requests"], flags["price_gb"], flags["price_hour"]),
-    )
-    return plan_run(flags["urls"], flags["format"], wanted, read=not flags["no_read"])
 
 
 def _serve(flags: dict[str, Any]) -> None:

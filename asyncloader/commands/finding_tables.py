@@ -7,12 +7,12 @@ The cells come from the findings' figures, which programs get, too. So a table h
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asyncloader.commands.findings import Finding
-from asyncloader.commands.quantities import in_time
 
 
 class FindingTable(NamedTuple):
@@ -58,6 +58,18 @@ def _help_columns(_: Sequence[Finding]) -> list[str]:
 def _help_cells(row: Finding, _: Sequence[Finding]) -> list[str]:
     figures = row.figures
     return [str(figures["option"]), f"{figures['gain']:.2f}", f"{figures['samples_per_s']:,.0f}"]
+
+
+def in_time(number: float) -> str:
+    """Return seconds as a text with three digits."""
+    if number >= 5400:
+        return f"{number / 3600:.3g} hours"
+    if number >= 90:
+        return f"{number / 60:.3g} minutes"
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if number >= 0.9995 * size:
+            return f"{number / size:.3g} {unit}"
+    return f"{math.ceil(number * 1e9)} ns" if number > 0 else "0 s"
 
 
 _TRACED_WORKERS = FindingTable(_worker_columns, _worker_cells)

@@ -387,6 +387,7 @@ def test_files_without_states(content: bytes, why: str, tmp_path: Path, capsys: 
         (["inspect", "a.unknown"], "a.unknown"),
         (["inspect", "nothing://a/b.tar"], "nothing"),
         (["checkpoint", "show", "/nowhere/a.pt"], "No such file"),
+        (["plan", "a.tar", "--workers", "2"], "was removed: measure a short run instead, by `asyncloader bench"),
     ],
 )
 def test_commands_that_cannot_be_carried_out(argv: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

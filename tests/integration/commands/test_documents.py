@@ -58,7 +58,6 @@ def document(capfd: pytest.CaptureFixture[str]) -> Document:
     "argv",
     [
         ["inspect", "/nowhere/"],
-        ["plan", "/nowhere/"],
         ["checkpoint", "show", "/nowhere/a.pt"],
         ["trace", "/nowhere/a.json"],
         ["verify", "nowhere:make", "--seconds", "-1"],
@@ -73,7 +72,7 @@ def test_a_command_that_cannot_be_carried_out(argv: list[str], document: Documen
     assert document(*argv)[0] == 2
 
 
-DECODE = """
+TARGET = """
 import os
 import sys
 
@@ -85,39 +84,33 @@ class Unspeakable(Exception):
         raise RuntimeError
 
 
-def prints(sample):
-    print("decoded", flush=True)
+def raises():
+    print("called", flush=True)
     os.write(1, b"from code in C\\n")
     os.system("echo from a child")
-
-
-def raises(sample):
     raise Unspeakable
 
 
-def leaves(sample):
+def leaves():
     sys.exit("gone")
 """
 
 
-def test_a_function_that_prints_raises_or_leaves(
+def test_a_target_that_prints_raises_or_leaves(
     tmp_path: Path, document: Document, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adds nothing to the document; its errors name its line, and do not end the command."""
+    """Adds nothing to the document; its error does not end the command."""
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "lines.jsonl").write_text('{"a": 1}\n' * 20)
-    (tmp_path / "decode_module.py").write_text(DECODE)
-    (tmp_path / "decode_leaver.py").write_text("import sys\nsys.exit(7)\n")
-    plan = ["plan", tmp_path / "lines.jsonl", "--rtt", "1ms", "--workers", 1, "--cpus", 1, "--decode"]
-    assert document(*plan, f"{tmp_path}/decode_module.py:prints")[0] == 0
-    for name, why in (("raises", "decode raised Unspeakable ("), ("leaves", "decode raised SystemExit: gone (")):
-        code, found = document(*plan, f"{tmp_path}/decode_module.py:{name}")
-        assert code == 2
-        assert why in found["error"]
-        assert "decode_module.py, line " in found["error"]
-    code, found = document(*plan, f"{tmp_path}/decode_leaver.py:decode")
-    assert code == 2
-    assert "importing decode_leaver raised SystemExit: 7" in found["error"]
+    (tmp_path / "target_module.py").write_text(TARGET)
+    (tmp_path / "target_leaver.py").write_text("import sys\nsys.exit(7)\n")
+    for name, why in (
+        ("target_module.py:raises", "Unspeakable"),
+        ("target_module.py:leaves", "SystemExit: gone"),
+        ("target_leaver.py:make", "SystemExit: 7"),
+    ):
+        code, found = document("bench", f"{tmp_path}/{name}")
+        assert code == 1
+        assert why in found["findings"][-1]["text"]
 
 
 def test_an_interrupted_command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
