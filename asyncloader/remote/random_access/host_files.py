@@ -142,7 +142,7 @@ class HostFiles:
             return await pool.run(partial(use, _FreshContent(data)))
         # The slot first: a process that waits for a slot holds no lock that others wait for.
         async with slots:
-            lock = _Lock(store.directory, key)
+            lock = _Lock(os.path.join(store.directory, "asyncloader-locks"), f"{int(key[:8], 16) % _LOCKS:04}")
             try:
                 await lock.wait()
                 # Made by another process meanwhile?
@@ -267,9 +267,9 @@ class _Lock:
     acquired. In one loop.
     """
 
-    def __init__(self, directory: str, key: str) -> None:
-        self._folder = os.path.join(directory, "asyncloader-locks")
-        self._path = os.path.join(self._folder, f"{int(key[:8], 16) % _LOCKS:04}")
+    def __init__(self, folder: str, name: str) -> None:
+        self._folder = folder
+        self._path = os.path.join(folder, name)
         self._loop = asyncio.get_running_loop()
         self._guard = threading.Lock()
         self._descriptor = -1
