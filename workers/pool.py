@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -26,6 +26,7 @@ from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.deferred_signals import handlers_deferred
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.inbox import Inbox
@@ -139,17 +140,7 @@ class WorkerPool:
         """
         made: list[WorkerHandle] = []
         try:
-            with contextlib.closing(self._source.make(workers, setup)) as processes:
-                for process in processes:
-                    made.append(process)
-                    if self._statistics is not None:
-                        self._statistics.add_worker(process.worker_id, process.recorder, process.node)
-                    # `stop` ends the processes that are in `_spare` when it gets the lock. A process that was made
-                    # later is ended here.
-                    with self._making:
-                        self._spare.add(process)
-                        if self._stopped:
-                            raise LoaderClosed("the workers were stopped")
+            self._make_each(self._source.make(workers, setup), made)
         except BaseException as error:
             with self._making:
                 if not self._stopped:
@@ -161,6 +152,31 @@ class WorkerPool:
                 raise shortage from error
             raise
         return made
+
+    def _make_each(self, processes: Generator[WorkerHandle], made: list[WorkerHandle]) -> None:
+        # Connections to workers elsewhere may take long, and are closed with their objects.
+        undisturbed = contextlib.nullcontext if self.start_method == "service" else handlers_deferred
+        try:
+            over = False
+            while not over:
+                # Ctrl-C comes when the worker is in the list, with all its descriptors, and can be ended.
+                with undisturbed():
+                    process = next(processes, None)
+                    if process is None:
+                        over = True
+                        continue
+                    made.append(process)
+                    if self._statistics is not None:
+                        self._statistics.add_worker(process.worker_id, process.recorder, process.node)
+                    # `stop` ends the processes that are in `_spare` when it gets the lock. A process that was made
+                    # later is ended here.
+                    with self._making:
+                        self._spare.add(process)
+                        if self._stopped:
+                            raise LoaderClosed("the workers were stopped")
+        finally:
+            with undisturbed():
+                processes.close()
 
     def _inbox(self, process: WorkerHandle) -> Inbox:
         return Inbox(process, self.rings[process.worker_id], streams=self._streams)

@@ -113,7 +113,7 @@ class WorkerProcess(Watched):
             )
             start(self.process, context, worker_id)
         except BaseException:
-            with contextlib.suppress(Exception):  # interrupted between the start and its return
+            with contextlib.suppress(Exception):  # a signal that was not deferred came between the start and its return
                 self.process.kill()
                 self.process.join(_FORKSERVER_REPORTS)
             self._close()

@@ -168,7 +168,8 @@ class AsyncLoaderIterator(Generic[B_co]):
     # ------------------------------------------------------------------------------------------- starting
 
     async def _ensure_started(self) -> None:
-        if self._starting is None:
+        # A start that failed, or was cut short by Ctrl-C or the end of its loop, is made once more.
+        if self._starting is None or _failed(self._starting):
             self._loop = asyncio.get_running_loop()
             self._thread = threading.get_ident()
             self._progress.asked = True
@@ -183,9 +184,12 @@ class AsyncLoaderIterator(Generic[B_co]):
         starting = self._starting
         try:
             await shielded(starting)
+        except (KeyboardInterrupt, SystemExit):
+            # The loop has raised it already, out of the start itself: it must not raise it twice.
+            raise asyncio.CancelledError from None
         except Exception:
             if self._starting is starting:
-                self._starting = None  # the next call starts once more
+                self._starting = None  # or its error would be kept until the next call
             raise
 
     async def _start(self) -> None:
@@ -428,6 +432,10 @@ class AsyncLoaderIterator(Generic[B_co]):
             # The loop may just have been closed. Then the pool's own finalizer ends the workers.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(_abandon, *parts)
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _release(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,7 @@ from tests.dataloader2.parts import (
 )
 from tests.helpers.running import run_script
 from tests.pairwise import quickly
+from tests.processes import own_children
 
 pytestmark = [pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
@@ -407,3 +409,21 @@ def _tagged(datapipe: Any) -> Any:
 class _Tagging(InProcessReadingService):
     def initialize_iteration(self, seed_generator: Any, iter_reset_fn: Any = None) -> Any:
         return _tagged
+
+
+def test_ctrl_c_within_the_start_of_the_dispatching_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ctrl-C that comes before the process's number is known: the process is ended all the same."""
+    owner, fork = os.getpid(), os.fork
+
+    def interrupted() -> int:
+        pid = fork()
+        if os.getpid() == owner:
+            _thread.interrupt_main()
+        return pid
+
+    before = own_children()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fork", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            dispatching_process.Dispatcher(numbers(4), 2, multiprocessing.get_context("fork"))
+    assert own_children() == before

@@ -30,6 +30,7 @@ from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.workers.default_signals import set_worker_signals
+from asyncloader.workers.deferred_signals import handlers_deferred
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
 from asyncloader.workers.main_guard import found_in_main
@@ -98,6 +99,16 @@ class Dispatcher:
     def __init__(self, datapipe: DataPipe, workers: int, context: Any) -> None:
         in_forked_child(_forget_all)
         self._owner = os.getpid()
+        try:
+            # Ctrl-C comes when the process and all pipes are known here, and can be ended.
+            with handlers_deferred():
+                self._start(datapipe, workers, context)
+        except BaseException:
+            if self in _dispatchers:
+                self.close()
+            raise
+
+    def _start(self, datapipe: DataPipe, workers: int, context: Any) -> None:
         self._control, control = context.Pipe()
         pairs = [context.Pipe() for _ in range(workers)]
         self._lifeline = Lifeline()

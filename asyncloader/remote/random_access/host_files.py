@@ -21,8 +21,8 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -141,13 +141,18 @@ class HostFiles:
                 data = await make()
             return await pool.run(partial(use, _FreshContent(data)))
         # The slot first: a process that waits for a slot holds no lock that others wait for.
-        async with slots, _locked(store.directory, key):
-            # Made by another process meanwhile?
-            found = await pool.run(partial(_use_entry, store, key, version, use))
-            if found is not None:
-                return found[0]
-            data = await make()
-            await pool.run(partial(self._put, store, key, version, data))
+        async with slots:
+            lock = _Lock(os.path.join(store.directory, "asyncloader-locks"), f"{int(key[:8], 16) % _LOCKS:04}")
+            try:
+                await lock.wait()
+                # Made by another process meanwhile?
+                found = await pool.run(partial(_use_entry, store, key, version, use))
+                if found is not None:
+                    return found[0]
+                data = await make()
+                await pool.run(partial(self._put, store, key, version, data))
+            finally:
+                lock.release()
         return await pool.run(partial(use, _FreshContent(data)))
 
     def _use_kept(
@@ -253,33 +258,38 @@ def _sweep() -> None:
                 os.close(lock)
 
 
-@asynccontextmanager
-async def _locked(directory: str, key: str) -> AsyncGenerator[None]:
-    """Hold the lock of a file that is being made; without it, if another process has held it for too long."""
-    lock = _Lock(os.path.join(directory, "asyncloader-locks"), f"{int(key[:8], 16) % _LOCKS:04}")
-    try:
-        # In a thread of its own, which ends when it has the lock, also if no caller waits any more.
-        with suppress(TimeoutError, OSError):
-            async with asyncio.timeout(_WAIT_S):
-                await in_thread(lock.acquire)
-        yield
-    finally:
-        lock.release()
+_holders: dict[str, asyncio.AbstractEventLoop] = {}
+"""The loops of this process that hold locks, by the locks' files."""
 
 
 class _Lock:
-    """A lock on a file, which one thread acquires and another releases, maybe before it is acquired."""
+    """The lock of a file that is being made, which one thread acquires and another releases, maybe before it is
+    acquired. In one loop.
+    """
 
     def __init__(self, folder: str, name: str) -> None:
         self._folder = folder
-        self._name = name
+        self._path = os.path.join(folder, name)
+        self._loop = asyncio.get_running_loop()
         self._guard = threading.Lock()
         self._descriptor = -1
         self._released = False
 
+    async def wait(self) -> None:
+        """Acquire it, but for a lock that another process has held for too long, or a loop that was stopped. `release`
+        must follow.
+        """
+        holder = _holders.get(self._path)
+        if holder is not None and not holder.is_running():
+            return  # it may never run again, and its caller may wait for this file
+        # In a thread of its own, which ends when it has the lock, also if no caller waits any more.
+        with suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_WAIT_S):
+                await in_thread(self.acquire)
+
     def acquire(self) -> None:
         os.makedirs(self._folder, 0o700, exist_ok=True)
-        descriptor = open_regular(os.path.join(self._folder, self._name), os.O_RDWR | os.O_CREAT)
+        descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
         try:
             wait_for_lock(descriptor)
         except BaseException:
@@ -287,6 +297,7 @@ class _Lock:
             raise
         with self._guard:
             self._descriptor = descriptor
+            _holders[self._path] = self._loop
         if self._released:  # set before `release` looks for the descriptor: one of the two sees the other
             self.release()
 
@@ -295,6 +306,7 @@ class _Lock:
         with self._guard:
             descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            del _holders[self._path]
             # Also for a child that was forked meanwhile, and has the descriptor.
             unlock(descriptor)
             os.close(descriptor)

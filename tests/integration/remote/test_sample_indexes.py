@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import pickle
@@ -15,15 +16,23 @@ from typing import Any
 
 import pytest
 
-from asyncloader import RemoteIterableDataset, RemoteMapDataset, index_shards, index_shards_sync, write_shards_sync
+from asyncloader import (
+    AsyncDataLoader,
+    RemoteIterableDataset,
+    RemoteMapDataset,
+    index_shards,
+    index_shards_sync,
+    write_shards_sync,
+)
 from asyncloader.errors import ShardError
 from asyncloader.remote.random_access import host_files
+from asyncloader.remote.random_access.indexing import Indexer
 from asyncloader.transports import MemoryTransport, WriteFailed
 from asyncloader.transports.file_lock import try_lock
 from asyncloader.transports.regular_file import open_regular
 from tests import script_server
 from tests.helpers.http_store import serving as serving_http
-from tests.helpers.running import ROOT, environment, run_async
+from tests.helpers.running import LOOPS, ROOT, environment, run_async
 from tests.helpers.shards_of_formats import SIZES, write
 from tests.integration.remote.test_random_access import compared, put_all, samples_of, write_tars
 from tests.unit.remote.shards import tar
@@ -256,3 +265,36 @@ def test_the_folder_of_a_process_that_was_killed(tars: Path) -> None:
     another = RemoteMapDataset(f"{tars}/")
     len(another)
     assert not Path(folder).exists()
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_a_loop_that_was_stopped_while_it_makes_an_index(
+    tars: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may never go on, and has the lock: `state_dict` and the next loop make the index without it."""
+    make = Indexer.make
+
+    async def stops(self: Indexer, *args: Any) -> Any:
+        if asyncio.get_running_loop() is stopped:
+            stopped.stop()
+            await stopped.create_future()
+        return await make(self, *args)
+
+    def lock_at_once(descriptor: int) -> None:
+        assert try_lock(descriptor), "the lock is held"
+
+    loader = AsyncDataLoader[Any](RemoteMapDataset(f"{tars}/"), None, sampler=range(TOTAL))
+
+    async def whole() -> list[Any]:
+        return [sample async for sample in loader]
+
+    monkeypatch.setattr(Indexer, "make", stops)
+    with asyncio.Runner(loop_factory=LOOPS[kind]) as runner:
+        stopped = runner.get_loop()
+        first = stopped.create_task(anext(aiter(loader)))  # type: ignore[arg-type]
+        stopped.run_forever()
+        assert not first.done()
+        with monkeypatch.context() as patch:
+            patch.setattr(host_files, "wait_for_lock", lock_at_once)
+            assert loader.state_dict()["length"] == TOTAL
+            assert len(run_async(whole(), kind)) == TOTAL
