@@ -105,10 +105,11 @@ def is_tried_again(error: BaseException) -> bool:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error only interrupts what is read, which goes on at the next call: a store failed, or Ctrl-C
-    or a cancellation came.
+    """Return whether the error only interrupts what is read, which goes on at the next call: a store failed, Ctrl-C
+    came, or the program is to exit. Not a CancelledError (told by its name, without asyncio): the user's code raised
+    it, for no batch is cancelled with its consumer.
     """
-    return not isinstance(error, Exception) or is_tried_again(error)
+    return is_tried_again(error) or not (isinstance(error, Exception) or type(error).__name__ == "CancelledError")
 
 
 def left_a_generator(error: BaseException) -> bool:

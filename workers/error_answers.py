@@ -13,6 +13,7 @@ from asyncloader.workers.fetch.data_end import EndOfData, Paused, not_the_end
 from asyncloader.workers.fetch.dataset_state import bytes_of
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
+from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.message_codec import MessageCodec
@@ -28,10 +29,23 @@ class ErrorAnswers:
     _reader: DatasetReader | StreamReaders | None
     _ended: bool
     _store_error: bytes
+    _start_error: bytes | None
+    _unbegun: EpochStart | None
+
+    def _begin(self, reader: DatasetReader | StreamReaders, start: EpochStart) -> None:
+        """Begin an epoch; at the next `_resume` again, if a store fails."""
+        try:
+            reader.begin(start)
+        except Exception as error:
+            self._unbegun = start if is_tried_again(error) else None
+            raise
 
     def _resume(self) -> None:
         """Read on: a task comes again, at which a store failed or which followed it."""
         if self._reader is not None:
+            if self._unbegun is not None:
+                self._begin(self._reader, self._unbegun)
+                self._unbegun = self._start_error = None
             self._reader.resume()
 
     def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:

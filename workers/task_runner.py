@@ -109,6 +109,7 @@ class TaskRunner(ErrorAnswers):
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
         self._last_seq = -1  # of the tasks that came in this epoch
         self._start_error: bytes | None = None
+        self._unbegun = None  # a store failed where the dataset began here
         self._store_error = b""  # the last error of a store
         self._reader: DatasetReader | StreamReaders | None = None
         self._identities: Identities | None = None  # of the streams, where the worker serves several
@@ -243,7 +244,7 @@ class TaskRunner(ErrorAnswers):
         self._install_info(setup, seed, dataset)
         self.asynchronous = reader.asynchronous
         self._initialize(setup)
-        reader.begin(start)
+        self._begin(reader, start)
         if setup.rng_state:
             # After the start-up code, which draws random numbers of its own: the predecessor's go on from here.
             (restore_rng_state if self._identities is None else self._identities.restore)(setup.rng_state)
@@ -354,13 +355,13 @@ class TaskRunner(ErrorAnswers):
             return  # the set-up did not unpickle: that error answers every task
         if self._setup.iterable or is_stateful(reader.dataset):
             self._worked = False  # no cursor of its dataset is known before its first answer in this epoch
-        self._start_error = None
+        self._start_error = self._unbegun = None
         start = self._codec.load_start(payload)
         try:
             if not self._initialized or (self._context is not None and self._context.uninitialized):
                 self._initialize(self._setup)  # it raised; no epoch is read without it
             reader.dataset = reseeded_datapipe(reader.dataset, start.shared_seed)
-            reader.begin(start)
+            self._begin(reader, start)
         except self._caught as error:
             self._start_error = self._dump_start_error(error)
         self._send_started()

@@ -128,7 +128,7 @@ class BatchPrefetcher:
             except StopIteration as stop:  # a coroutine cannot raise it
                 raise not_the_end(stop, "collate_fn") from stop
         except BaseException as error:
-            if entry.index is not _UNKNOWN and interrupts(error) and not isinstance(error, asyncio.CancelledError):
+            if entry.index is not _UNKNOWN and interrupts(error):
                 self._keep(entry)
             raise
         finally:

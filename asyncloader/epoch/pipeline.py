@@ -328,11 +328,16 @@ class Pipeline(Listener):
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
         # Where a store failed, the worker's place is that before the task, and the records come with the batch.
-        again = is_tried_again(error) and (self._delivers or worker not in self._start_errors)
+        again = is_tried_again(error) and not (worker in self._start_errors and self._begins_with(seq))
         if self._resume_points is not None and not again:
             self._resume_points.failed(self._scheduler.copy(worker, seq))
         failure = WorkerFailure(error, busy, records, unbegun=worker in self._start_errors)
         self._completed(worker, seq, error if again else failure)
+
+    def _begins_with(self, seq: int) -> bool:
+        """Whether the outcome of this task is the epoch's first."""
+        head = self._scheduler.head
+        return not self._delivers and (head is None or head[0].seq == seq)
 
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]

@@ -79,7 +79,8 @@ class Progress:
         """The sampler's state to resume from; None: begin at the start."""
         self._step = self.first_step
         self._beyond = set(self.skipped)
-        self._failed: int | None = None  # the task whose error the user got last
+        self._failed: int | None = None  # the task whose error the user got last, of a map dataset
+        self._unread: tuple[int, int, PackedCursor | None] | None = None  # of a stream; `_mark` gets these
         self._delivered: int | None = None  # the last task that was delivered
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
         self._stream: IndexStream | None = None
@@ -161,7 +162,7 @@ class Progress:
     @property
     def moment(self) -> tuple[Any, ...]:
         """Differs after each delivery, of a batch or of an error."""
-        return self._delivered, self._failed
+        return self._delivered, self._failed, self._unread
 
     @property
     def place(self) -> str:
@@ -287,8 +288,9 @@ class Progress:
             self._steps[task] = step
 
     def given(self, copy: int) -> int:
-        """The number of batches of this copy of the dataset that count as delivered; 0 where none are counted."""
-        return 0 if self._streams is None else self._given[copy]
+        """The number of batches of this copy of the dataset that were answered; 0 where none are counted."""
+        unread = self._unread is not None and self._unread[1] == copy
+        return 0 if self._streams is None else self._given[copy] + unread
 
     def _pass_over(self) -> None:
         """Skip the steps that code outside the loader took from the sampler's iterator."""
@@ -305,6 +307,8 @@ class Progress:
         # Read first, because `_mark` resets it.
         failed = self._failed
         if task != self._delivered:
+            if self._unread is not None:
+                self._mark(*self._unread)
             self._mark(task, worker, cursor)
         # After `_mark`, which reads the steps. Also in a repeated call: Ctrl-C may have struck between the two.
         self._steps.pop(task, None)
@@ -347,7 +351,7 @@ class Progress:
         if added is not None:
             beyond |= later
             beyond -= passed
-        self._touched, self._failed, self._next_worker = True, None, next_worker
+        self._touched, self._failed, self._unread, self._next_worker = True, None, None, next_worker
         self.interrupted = False
         self.padding = 0 if padding is None else padding[1]
         if self._streams is not None:
@@ -373,14 +377,16 @@ class Progress:
     def failed(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets an error instead of the batch. Idempotent.
 
-        A stream has read on, so that is its place. A map dataset's batch counts as done once the next batch or error
-        is taken: a run that ends with the error, and resumes, asks for the samples again.
+        The batch counts as done once the next batch or error is taken, or the end: a run that ends with the error, and
+        resumes, asks for the samples again.
         """
-        if task in (self._failed, self._delivered):
+        if task in (self._failed, self._delivered) or (self._unread is not None and task == self._unread[0]):
             return
         # With assigned shards an error is no batch, as for `Reader.failed`; also where their plan has failed.
         if self._expects["kind"] == "iterable" and not self.config.assigns_shards:
-            self._mark(task, worker, cursor)
+            if self._unread is not None:
+                self._mark(*self._unread)
+            self._unread = task, worker, cursor
             return
         before, beyond = self._failed, self._beyond
         at, added = self._past(*(() if before is None else (before,)))
@@ -398,8 +404,10 @@ class Progress:
 
     def finish(self) -> None:
         """Record that the user has seen the end of the epoch; not of an order that raised before its first step."""
-        if self.unbegun and self._failed is not None and not self._steps and self._expects["kind"] == "map":
+        if self.unbegun and (self._failed is not None or self._unread is not None) and not self._steps:
             return
+        if self._unread is not None:
+            self._mark(*self._unread)
         self._finished = True
         # A copy: the loop's thread may add another worker's end while the ranks have already agreed on the epoch's.
         for worker, cursor in self.ends.copy().items():
@@ -493,7 +501,7 @@ class Progress:
             None if cursor is None else cursor.value._asdict() for cursor in self._cursors
         ]
         # Not after an error: the dataset has passed the batch that a resumed run asks for again.
-        behind = finished or self.interrupted or self._failed is not None
+        behind = finished or self.interrupted or self._failed is not None or self._unread is not None
         take = None if behind or self.live is None else self.live()
         if take is not None and (live := take()) is not None:
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 
+from asyncloader.errors import is_tried_again
 from asyncloader.plain_context import plain_context
 
 
@@ -43,10 +44,13 @@ def not_the_end(error: BaseException, whose: str) -> RuntimeError:
 
 @plain_context
 def answered_before() -> Generator[None]:
-    """Context around the re-reading of an answered batch: what failed it was its answer, and the consumer has that."""
+    """Context around the re-reading of an answered batch: what failed it was its answer, and the consumer has that. A
+    store's failure was none: the batch came when it was tried again.
+    """
     try:
         yield
     except EndOfData:
         raise
-    except Exception:  # noqa: S110 - as said
-        pass
+    except Exception as error:
+        if is_tried_again(error):
+            raise

@@ -112,7 +112,8 @@ class DatasetReader(ReaderEnd):
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
         self._paused = False  # a store failed at a batch of the stream, and it was not tried again yet
-        self._ready = False  # the asynchronous dataset has begun
+        self._ready = False  # the dataset has begun
+        self._first = 0  # batches that were answered before
         self._failure: StateError | None = None
         self._known_errors = 0  # errors that come first, and were delivered before
         self._stream_index = None if setup.batch_size is None else range(setup.batch_size)
@@ -147,10 +148,15 @@ class DatasetReader(ReaderEnd):
             StateError: the stream ended before the position to resume from.
         """
         self._start = start
-        self._ready, self._failure, self._paused = False, None, False
+        self._failure, self._paused = None, False
         if self.asynchronous:
+            self._ready = False
             self._accept_draws()
             return
+        self._begin_blocking(start)
+
+    def _begin_blocking(self, start: EpochStart) -> None:
+        self._ready = False
         with self._generators(), self.resources.here():
             self._open(start)
             # `_skipping` asks the same, but to enter it takes time.
@@ -160,6 +166,7 @@ class DatasetReader(ReaderEnd):
                         self._fetcher.fetch(self._stream_index)
                     # Counted without a cursor: the batch was delivered before.
                     self._bookmark.batches += 1
+        self._first, self._ready = self._bookmark.batches, True
 
     def context(self, before: Any = None) -> DatasetContext:
         """Return the context to hold open while reading; an empty one for a blocking dataset."""
@@ -195,6 +202,7 @@ class DatasetReader(ReaderEnd):
                 while not await self._read_again(errors_count=not assigned):
                     pass
                 self._bookmark.batches += 1
+        self._first = self._bookmark.batches
 
     async def _read_again(self, *, errors_count: bool) -> bool:
         """Read an answered batch, or an answered error, again. Returns whether it counts as a batch."""
@@ -205,7 +213,8 @@ class DatasetReader(ReaderEnd):
         except NoSamples:
             return True
         except Exception as error:
-            if not errors_count and not is_about_sample(error):  # the next fetch reads it once more, from its beginning
+            # The next fetch reads it once more, from its beginning.
+            if is_tried_again(error) or not (errors_count or is_about_sample(error)):
                 raise
             return errors_count
         return True
@@ -338,6 +347,9 @@ class DatasetReader(ReaderEnd):
             if self._paused:
                 raise Paused
             index = self._stream_index
+        if not self._ready:
+            assert self._start is not None
+            self._begin_blocking(self._start)
         began = perf_counter()
         token = current_scope.set(self.resources)
         try:
@@ -347,7 +359,7 @@ class DatasetReader(ReaderEnd):
             else:
                 with self._generators():
                     batch = self._fetcher.fetch(index, records)
-        except Exception as error:
+        except BaseException as error:
             self._pause_after(error)
             raise
         finally:
@@ -395,9 +407,14 @@ class DatasetReader(ReaderEnd):
                 self._watch.check()
             return batch
 
-    def _pause_after(self, error: Exception) -> None:
+    def _pause_after(self, error: BaseException) -> None:
+        if not self._setup.iterable:
+            return
         # The worker has been sent later tasks, which must not get the samples of the batch that is tried again.
-        self._paused = self._in_worker and self._setup.iterable and is_tried_again(error)
+        self._paused = self._in_worker and is_tried_again(error)
+        broken = self._fetcher is not None and self._fetcher.broken
+        if broken and self._bookmark.batches == self._first and not assigns_shards(self.dataset):
+            self._ready = False  # a generator that was over before its first batch came begins anew
 
     async def _timed(self, fetching: Awaitable[Any]) -> Any:
         began = perf_counter()

@@ -71,13 +71,14 @@ class StreamFetcher:
         """Whether an error only interrupts its batch, which keeps its samples. In a worker Ctrl-C does not come."""
         self.keeps = False
         """Whether a batch that was returned may be interrupted later: until `taken` the next call returns it again."""
+        self.broken: tuple[int, str] | None = None
+        """Where what interrupted a batch passed through a generator, which is over thereby, and the error's name."""
         # Of the batch that is made: its samples, how many it has with those that were dropped, the sample that was read
         # and is not decoded (one at most), and the records of a call that was interrupted.
         self._data: list[Any] = []
         self._count = 0
         self._read: list[Any] = []
         self._records: list[SkippedSample] = []
-        self._broken: tuple[int, str] | None = None  # where what interrupted a batch passed through a generator
         self._maker = maker
         self._auto_collation = auto_collation
         self._drop_last = drop_last and auto_collation
@@ -135,12 +136,12 @@ class StreamFetcher:
             self._end_batch()
             self._data, self._count = kept, len(kept)
         elif left_a_generator(error):
-            self._broken = self.samples, type(error).__name__
+            self.broken = self.samples, type(error).__name__
 
     def _check_end(self, number: int) -> None:
         """The stream says that it has ended, where sample `number` was expected."""
-        if self._broken is not None and self._broken[0] == number:
-            raise over_after("the dataset's iterator", self._broken[1])
+        if self.broken is not None and self.broken[0] == number:
+            raise over_after("the dataset's iterator", self.broken[1])
 
     async def fetch_async(self, index: Sequence[Any] | None, records: list[SkippedSample] | None = None) -> Any:
         """Return the next batch of an asynchronous stream. See `fetch`. Several calls read one after the other, in
