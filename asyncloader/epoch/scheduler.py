@@ -135,7 +135,8 @@ class Scheduler(StoreFailures):
             any_worker=assignment == "least_loaded" and not iterable,
         )
         # Tasks at which a store failed, until they are assigned again.
-        self._failed: dict[int, tuple[Task, Exception]] = {}
+        self._failed: dict[int, Task] = {}
+        self._errors: dict[int, Exception] = {}  # of these, but for the one that was raised
         self._failures = 0  # number of the last `StoreFailed`
         self._raised = False  # the consumer has not come again since
         # Tasks that were unanswered when it did: they may fail by the same outage, which the consumer knows of.

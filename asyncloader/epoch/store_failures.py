@@ -29,7 +29,8 @@ class StoreFailures:
     _second: dict[int, int | None]
     _reorder: ReorderBuffer[Deliver]
     _recovery: Reassignment
-    _failed: dict[int, tuple[Task, Exception]]
+    _failed: dict[int, Task]
+    _errors: dict[int, Exception]
     _failures: int
     _raised: bool
     _older: set[int]
@@ -58,7 +59,7 @@ class StoreFailures:
             raise ValueError(f"task {seq} was answered but not outstanding (worker {worker})")
         worker = self._owner[seq]
         self._second.pop(seq, None)
-        self._failed[seq] = self._unanswered_tasks.pop(seq), error
+        self._failed[seq], self._errors[seq] = self._unanswered_tasks.pop(seq), error
         self._count(worker, -1)
         waiting: list[Action] = []
         if self._recovery.active:
@@ -87,7 +88,8 @@ class StoreFailures:
             if self.iterable or not self.in_order or first == self._reorder.next_seq:
                 self._raised = True
                 self._failures += 1
-                actions.append(StoreFailed(self._failures, self._failed[first][1]))
+                # Taken out: once it is raised its traceback refers to the iterator, which must be freed when dropped.
+                actions.append(StoreFailed(self._failures, self._errors.pop(first)))
         return actions
 
     def _assign_due(self, worker: int) -> list[Action]:
@@ -102,7 +104,8 @@ class StoreFailures:
         """Make the failed tasks of a worker unanswered ones, in their order."""
         again = sorted(seq for seq in self._failed if self._owner[seq] == worker)
         for seq in again:
-            self._unanswered_tasks[seq], _ = self._failed.pop(seq)
+            self._unanswered_tasks[seq] = self._failed.pop(seq)
+            self._errors.pop(seq, None)
             self._count(worker, 1)
         return again
 

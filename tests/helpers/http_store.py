@@ -124,9 +124,9 @@ class HttpStore:
 
 
 @asynccontextmanager
-async def serving(tls: ssl.SSLContext | None = None) -> AsyncGenerator[HttpStore]:
-    """Run a store on a free port of the loopback interface, with `tls` by https."""
-    store = HttpStore()
+async def serving(tls: ssl.SSLContext | None = None, store: HttpStore | None = None) -> AsyncGenerator[HttpStore]:
+    """Run a store, by default a new one, on a free port of the loopback interface, with `tls` by https."""
+    store = HttpStore() if store is None else store
     app = web.Application(handler_args={"access_log": None})
     app.router.add_route("*", "/{path:.*}", store.handle)
     runner = web.AppRunner(app, shutdown_timeout=1.0)

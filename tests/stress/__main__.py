@@ -6,13 +6,13 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from tests.stress import plants, report
+from tests.stress import child, interrupted, interrupted_cases, plants, report
 from tests.stress.runner import DEADLINE_S, Outcome, run_cases
 from tests.stress.scenarios import SCENARIOS, draw
-from tests.stress.schedule import Case
 
 LOG_LINES = 60
 
@@ -31,6 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="these seeds instead, joined by commas")
     parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time (%(default)s)")
     parser.add_argument("--scenario", choices=list(SCENARIOS), help="draw this scenario for every seed")
+    parser.add_argument("--interrupted", action="store_true", help="epochs in which one thing fails, instead")
     parser.add_argument("--threads", action="store_true", help="worker threads in every case that can have them")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for a case (%(default)s)")
     parser.add_argument("--plant", choices=list(plants.PLANTS), help="plant this bug first: the runner must find it")
@@ -38,14 +39,16 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="tell every case, and the logs of those that failed")
     parser.add_argument("--save", action="store_true", help=f"write {report.PAGE.relative_to(report.ROOT)}")
     options = parser.parse_args(arguments)
-    if options.save and (options.plant or options.scenario or options.threads or options.only):
+    if options.save and (options.plant or options.scenario or options.threads or options.only or options.interrupted):
         parser.error("--save is for a run of all that is drawn, without bugs of our own")
     return options
 
 
-def chosen(options: argparse.Namespace) -> Iterator[Case]:
+def chosen(options: argparse.Namespace) -> Iterator[Any]:
     """The cases to be run."""
     seeds = map(int, options.only.split(",")) if options.only else range(options.first, options.first + options.seeds)
+    if options.interrupted:
+        return map(interrupted_cases.draw, seeds)
     return (draw(seed, options.scenario, threads=options.threads) for seed in seeds)
 
 
@@ -58,6 +61,7 @@ def tell(outcome: Outcome, options: argparse.Namespace) -> None:
         say(f"     {problem}")
     if failed:
         more = f" --scenario '{options.scenario}'" if options.scenario else ""
+        more += " --interrupted" if options.interrupted else ""
         more += " --threads" if options.threads else ""
         more += f" --plant '{options.plant}'" if options.plant else ""
         say(f"     python -m tests.stress --only {case.seed}{more} --verbose")
@@ -75,7 +79,8 @@ def main(arguments: list[str]) -> int:
     begin = time.monotonic()
     outcomes: list[Outcome] = []
     prepare = plants.PLANTS[options.plant] if options.plant else None
-    for outcome in run_cases(chosen(options), options.jobs, options.deadline, prepare):
+    run = interrupted.run_case if options.interrupted else child.run_case
+    for outcome in run_cases(chosen(options), options.jobs, options.deadline, prepare, run):
         tell(outcome, options)
         outcomes.append(outcome)
         outcome.log = ""

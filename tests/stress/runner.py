@@ -28,7 +28,6 @@ from typing import Any
 
 import asyncloader
 from tests.stress.child import run_case
-from tests.stress.schedule import Case
 
 DEADLINE_S = 60.0  # of a case whose workers are forked; spawned workers import torch again, one by one
 GRACE_S = 15.0  # for helpers of multiprocessing, which end after their parent has ended
@@ -37,11 +36,14 @@ STACKS_S = 3.0  # before the deadline, the stacks of a case that hangs are writt
 PR_SET_CHILD_SUBREAPER = 36
 
 
+_Run = Callable[[Any, Path], dict[str, Any]]
+
+
 @dataclass
 class Outcome:
     """How a case ended."""
 
-    case: Case
+    case: Any
     problems: list[str]
     report: dict[str, Any]
     log: str
@@ -51,7 +53,7 @@ class Outcome:
 
 @dataclass
 class _Running:
-    case: Case
+    case: Any
     pid: int
     pidfd: int
     folder: Path
@@ -60,7 +62,11 @@ class _Running:
 
 
 def run_cases(
-    cases: Iterable[Case], jobs: int = 2, deadline: float = DEADLINE_S, prepare: Callable[[], object] | None = None
+    cases: Iterable[Any],
+    jobs: int = 2,
+    deadline: float = DEADLINE_S,
+    prepare: Callable[[], object] | None = None,
+    run: _Run = run_case,
 ) -> Iterator[Outcome]:
     """Run the cases, `jobs` at a time; gives each outcome as soon as its case has ended.
 
@@ -69,6 +75,7 @@ def run_cases(
         jobs: how many at a time.
         deadline: seconds for each.
         prepare: called in each case's process before it begins.
+        run: runs a case in its folder, and returns its report.
     """
     _import_all()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -78,7 +85,7 @@ def run_cases(
     try:
         while True:
             while len(running) < jobs and (case := next(waiting, None)) is not None:
-                one = _start(case, _seconds(case, deadline), prepare)
+                one = _start(case, _seconds(case, deadline), prepare, run)
                 running[one.pidfd] = one
                 poll.register(one.pidfd, select.POLLIN)
             if not running:
@@ -102,14 +109,14 @@ def _import_all() -> None:
                 importlib.import_module(module.name)
 
 
-def _seconds(case: Case, deadline: float) -> float:
+def _seconds(case: Any, deadline: float) -> float:
     """Seconds that the case has."""
     if case.having("stop worker"):
         deadline += START_S
     return deadline if case.method in ("fork", "threads") else 2 * deadline
 
 
-def _start(case: Case, seconds: float, prepare: Callable[[], object] | None) -> _Running:
+def _start(case: Any, seconds: float, prepare: Callable[[], object] | None, run: _Run) -> _Running:
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,7 +124,7 @@ def _start(case: Case, seconds: float, prepare: Callable[[], object] | None) -> 
     if pid == 0:
         code = 70
         try:
-            code = _child(case, folder, seconds, prepare)
+            code = _child(case, folder, seconds, prepare, run)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -127,7 +134,7 @@ def _start(case: Case, seconds: float, prepare: Callable[[], object] | None) -> 
     return _Running(case, pid, os.pidfd_open(pid), folder, now, now + seconds)
 
 
-def _child(case: Case, folder: Path, seconds: float, prepare: Callable[[], object] | None) -> int:
+def _child(case: Any, folder: Path, seconds: float, prepare: Callable[[], object] | None, run: _Run) -> int:
     os.setsid()
     # `_finish` removes what is left there: multiprocessing's folder stays when a process ends by `os._exit`.
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
@@ -139,7 +146,7 @@ def _child(case: Case, folder: Path, seconds: float, prepare: Callable[[], objec
     faulthandler.dump_traceback_later(max(1.0, seconds - STACKS_S), exit=False)
     if prepare is not None:
         prepare()
-    report = run_case(case, folder)
+    report = run(case, folder)
     faulthandler.cancel_dump_traceback_later()
     (folder / "report.part").write_text(json.dumps(report))
     (folder / "report.part").rename(folder / "report.json")

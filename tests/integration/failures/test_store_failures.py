@@ -6,6 +6,8 @@ Each dataset of the user's own meets a transport's error at some samples, once i
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from itertools import chain
 from pathlib import Path
@@ -241,3 +243,17 @@ async def test_another_task_that_waits_gets_the_batch(tmp_path: Path) -> None:
         assert isinstance(failed, ReadFailed)
         assert isinstance(got, torch.Tensor)
         assert got.tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize("loop", ["sync", "asyncio"])
+def test_an_iterator_dropped_after_the_error_is_freed(loop: str, tmp_path: Path) -> None:
+    """What keeps the failed task for the next call does not keep the error, whose traceback refers to the iterator."""
+    with _made(loop, "map", Store(tmp_path), False, num_workers=1) as run:
+        run.begin()
+        run.step()
+        with pytest.raises(ReadFailed):
+            run.step()
+        dropped = weakref.ref(run.iterator)
+        run.iterator = None
+        gc.collect()
+        assert dropped() is None
