@@ -1,14 +1,11 @@
-"""Short texts that change when a value changes: of batches, of samples, and of all that a dataset keeps.
+"""Short texts that change when a batch changes, or a part of it, or a sample in it.
 
-Data path: batch, dataset -> [tokens] -> comparison.
+Data path: batch -> [tokens] -> comparison.
 """
 
 from __future__ import annotations
 
-import functools
-import io
 import itertools
-import random
 import sys
 import types
 import zlib
@@ -22,7 +19,6 @@ import torch
 _MOST_BYTES = 16 << 20  # of an array; an array of at least twice that number is sampled down to about it
 _MOST_ITEMS = 1000
 _MOST_LEAVES = 64
-_READABLE = {"list_iterator", "range_iterator", "tuple_iterator"}  # iterators whose rest can be looked at
 
 
 def token(value: Any, depth: int = 4) -> str:
@@ -48,8 +44,6 @@ def _text(value: Any, depth: int) -> str:
             return _array(np.asarray(value), depth)
         case _:
             pass
-    if (state := state_of_generator(value)) is not None:
-        return f"{type(value).__name__}:{state}"
     if depth <= 0:
         return type(value).__name__
     inner = depth - 1
@@ -61,19 +55,8 @@ def _text(value: Any, depth: int) -> str:
             return f"{type(value).__name__}:{len(value)}[{','.join(_text(v, inner) for v in value[:_MOST_ITEMS])}]"
         case set() | frozenset():
             return f"set:{len(value)}:{sorted(_text(v, inner) for v in itertools.islice(value, _MOST_ITEMS))}"
-        case types.ModuleType() | type() | types.FunctionType() | types.BuiltinFunctionType():
-            return getattr(value, "__qualname__", value.__name__)
-        case types.MethodType():
-            return f"{value.__func__.__qualname__}"
-        case io.IOBase():
-            return type(value).__name__
-        case functools._lru_cache_wrapper():
-            return f"{value.__qualname__}:{value.cache_info()}"
-        case itertools.count():
-            return repr(value)
-        case types.GeneratorType():
-            frame = value.gi_frame
-            return "ended" if frame is None else f"generator:{frame.f_lasti}:{_text(frame.f_locals, inner)}"
+        case type() | types.FunctionType() | types.BuiltinFunctionType():
+            return value.__qualname__
         case _:
             pass
     if hasattr(type(value), "__array_interface__"):  # as of an image, whose pixels are no attribute
@@ -81,52 +64,27 @@ def _text(value: Any, depth: int) -> str:
             return f"{type(value).__qualname__}:{_array(np.asarray(value), depth)}"
     own = getattr(value, "__dict__", None)
     if isinstance(own, dict):
-        return (
-            f"{type(value).__qualname__}({_text({k: own[k] for k in own if not k.startswith('_asyncloader')}, inner)})"
-        )
+        return f"{type(value).__qualname__}({_text(own, inner)})"
     return f"{type(value).__qualname__}{_text_without_dictionary(value, depth)}"
 
 
 def _text_without_dictionary(value: Any, depth: int) -> str:
     """Return a text of an object without a dictionary: the values of slots; of a class of Python's own what would be
-    pickled, such as what an iterator over a list has left; empty for another object, which may be large.
+    pickled; empty for another object, which may be large.
     """
-    if hasattr(value, "__next__") and type(value).__name__ not in _READABLE:
-        return ""
-    names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
-    if names:
+    kinds = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    slots = [name for each in kinds for name in ((each,) if isinstance(each, str) else each)]
+    if names := [name for name in slots if not name.startswith("__") and hasattr(value, name)]:
         return _text({name: getattr(value, name) for name in names}, depth)
-    if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+    if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names or hasattr(value, "__next__"):
         return ""
     try:
         reduced = value.__reduce_ex__(4)
     except Exception:  # a lock, a file
         return ""
-    if isinstance(reduced, str):
-        return reduced
     # The arguments, the state; then the items of a list and of a dictionary, as iterators.
     found = [list(itertools.islice(each, _MOST_ITEMS)) if hasattr(each, "__next__") else each for each in reduced[1:5]]
     return _text(found, depth)
-
-
-def _slots(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
-
-
-def state_of_generator(value: Any) -> str | None:
-    """Return the state of a random generator as a text; None: the value is no generator."""
-    if isinstance(value, random.Random):
-        try:
-            return str(zlib.crc32(repr(value.getstate()).encode()))
-        except NotImplementedError:  # the operating system's
-            return "system"
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        holder = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[union-attr]
-        return str(zlib.crc32(repr(holder.state).encode()))
-    if isinstance(value, torch.Generator):
-        return str(zlib.crc32(bytes(value.get_state().numpy())))
-    return None
 
 
 def _tensor(value: torch.Tensor) -> str:
