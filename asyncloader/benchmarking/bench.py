@@ -25,7 +25,7 @@ from asyncloader.benchmarking.search_settings import Setting, apply_predictions,
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification.interpreter import Interpreter, ServerEnded
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import import_problem
 
 SERVER = "asyncloader.benchmarking.server"
@@ -106,14 +106,14 @@ class Benchmark:
     def _run_benchmark(self) -> Iterator[Finding]:
         """Measure the loader, search for a setting, compare, and yield the findings."""
         facts = self._ask({"do": "look"})
-        if isinstance(facts, Failure):
+        if isinstance(facts, UserFailure):
             yield verdict.broken("make_loader", facts, "making the loader")
             return
         base = Setting.of(facts).normal()
         if facts["auto"]:
             job = {"do": "measure", "loader": "given", "changes": {}, "window": self._seconds / 10}
             found = self._ask(job)
-            if not isinstance(found, Failure):
+            if not isinstance(found, UserFailure):
                 base = base._replace(workers=found["workers"]).normal()
         self.known = outcome = Outcome(facts, base, Contender("given", base))
         yield words.loader(outcome)
@@ -127,9 +127,9 @@ class Benchmark:
 
     # --------------------------------------------------------------------------------------------- single runs
 
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any] | Failure:
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any] | UserFailure:
         """Have a job carried out in a forked process, and return its result."""
-        found: dict[str, Any] | Failure = self._interpreter.ask(job, self._cap)
+        found: dict[str, Any] | UserFailure = self._interpreter.ask(job, self._cap)
         return found
 
     def _has_used(self, share: float) -> bool:
@@ -149,7 +149,7 @@ class Benchmark:
             changes = {"num_workers": contender.setting.workers, **changes}
         found = self._ask({"do": "measure", "loader": contender.kind, "changes": changes, "window": self._window})
         name, problem, error = outcome.name(contender), None, ""
-        if isinstance(found, Failure):
+        if isinstance(found, UserFailure):
             problem, error = verdict.broken("rate", found, f"reading the loader, {name},"), f"reading it {found.text}"
             found = {}
         elif not found["rate"]:
@@ -182,7 +182,7 @@ class Benchmark:
     # -------------------------------------------------------------------------------------------------- search
 
     def _search(self) -> Contender:
-        """Search for the best setting of asyncloader's loader."""
+        """SearchJob for the best setting of asyncloader's loader."""
         outcome, facts = self.outcome, self.outcome.facts
         own = self._asyncloader_with(outcome.base)
         self._try(apply_predictions(outcome.base, outcome.result["candidates"]))

@@ -28,7 +28,7 @@ from asyncloader.telemetry.counters import STAGES, stage_times
 from asyncloader.telemetry.diagnosis import diagnose
 from asyncloader.telemetry.prediction import candidates
 from asyncloader.verification.target import facts, make_loader
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.user_code import UserFailure
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
@@ -115,7 +115,7 @@ def _close_after(loader: Any) -> Generator[None]:
 _LONGER = 1000  # the assumed length of an epoch, in lengths of a run that ends within it
 
 
-def measure(make: Callable[[], Any], job: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any] | Failure:
+def measure(make: Callable[[], Any], job: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any] | UserFailure:
     """Carry out a job, and return its result in plain values.
 
     Args:
@@ -140,7 +140,7 @@ def measure(make: Callable[[], Any], job: dict[str, Any], note: Callable[[str], 
                 if isinstance(loader, DataLoader) and rate.rate:
                     result |= _explain_rate(loader, rate)
     except Exception as error:
-        return Failure.of(error)
+        return UserFailure.of(error)
     return result
 
 

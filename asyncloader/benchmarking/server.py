@@ -13,7 +13,7 @@ import torch
 
 from asyncloader.benchmarking.measuring import look, measure
 from asyncloader.verification.server import serve
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.user_code import UserFailure
 
 
 def main(fd: int, target: str) -> None:
@@ -27,7 +27,7 @@ def main(fd: int, target: str) -> None:
 
     def carry_out(
         job: dict[str, Any], make: Callable[[], Any], note: Callable[[str], None]
-    ) -> dict[str, Any] | Failure:
+    ) -> dict[str, Any] | UserFailure:
         of_torch.set_num_threads = set_threads
         set_threads(wanted[-1])
         return look(make) if job["do"] == "look" else measure(make, job, note)

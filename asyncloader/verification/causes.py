@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from asyncloader.plain_context import plain_context
-from asyncloader.verification.runs import Run, opened
+from asyncloader.verification.runs import RunJob, opened
 from asyncloader.verification.user_code import CodeLine, line_of_definition, line_of_frame
 from asyncloader.workers.fetch.seeding import current_sample
 from asyncloader.workers.setup_payload import find_unpicklable
@@ -36,18 +36,19 @@ from asyncloader.workers.setup_payload import find_unpicklable
 _MOST_DRAWS = 50
 _DEEPEST = 5  # of the attributes and containers in which an unpicklable part is looked for
 _PARTS = ("dataset", "collate_fn", "worker_init_fn")
-_TORCH: Any = torch.rand.__self__
+_rand: Any = torch.rand
+_TORCH = _rand.__self__  # which all of its functions belong to
 _RANDOM: Any = random._inst
 _NUMPY: Any = np.random.mtrand._rand
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchJob:
     """Asks for the causes.
 
     Attributes:
         batches: how many are read.
-        ambient: see `Run`.
+        ambient: see `RunJob`.
     """
 
     batches: int
@@ -77,11 +78,11 @@ class Causes:
     unpicklable: tuple[str, CodeLine | None] | None = None
 
 
-def search(make: Callable[[], Any], job: Search) -> Causes:
+def search(make: Callable[[], Any], job: SearchJob) -> Causes:
     """Read some batches, and return the causes that were seen meanwhile."""
     watch = _Watch()
     with watch.watching():
-        loader = opened(make, Run(batches=job.batches, seconds=0, ambient=job.ambient))
+        loader = opened(make, RunJob(batches=job.batches, seconds=0, ambient=job.ambient))
         watch.open = _open_handles()
         with suppress(Exception):  # a run says what was raised
             for _ in islice(loader, job.batches):

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import asyncloader
 from asyncloader.verification.target import CannotVerify
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.user_code import UserFailure
 
 _KEPT_OUTPUT = 4000
 _MARGIN_S = 15.0  # for the server to end a late job
@@ -26,7 +26,7 @@ _ENDING_S = 30.0  # for the server to end what it has started
 
 
 class ServerEnded(RuntimeError):
-    """The server has ended, or does not answer. The text has the end of its output."""
+    """The server has ended, or does not answer. The text has the last line that it has printed."""
 
 
 class Interpreter:
@@ -67,62 +67,48 @@ class Interpreter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def ready(self, seconds: float) -> Failure | None:
-        """Wait for the import of the module. Returns why it failed; None: it did not.
-
-        Raises:
-            ServerEnded: the server has ended, or does not answer.
-            CannotVerify: the function does not exist.
-        """
+    def ready(self, seconds: float) -> UserFailure | None:
+        """Wait for the import of the module, and return why it failed; None: it did not. Raises as `ask`."""
         if not self._imported:
-            self._imported.append(self.answer(seconds))
-        found: Failure | None = self._imported[0]
+            self._imported.append(self._answer(seconds))
+        found: UserFailure | None = self._imported[0]
         return found
 
     def ask(self, job: Any, seconds: float) -> Any:
-        """Send a job, which is ended after some seconds, and return its result, or a `Failure`.
+        """Send a job, which is ended after some seconds, and return its result, or a `UserFailure`.
 
         Raises:
             ServerEnded: the server has ended, or does not answer.
-            CannotVerify: the loader cannot be verified.
+            CannotVerify: there is no such function, or it makes no loader that can be verified.
         """
-        self.send(job, seconds)
-        return self.answer(seconds)
-
-    def send(self, job: Any, seconds: float) -> None:
-        """Send a job; `answer` returns its result."""
-        with contextlib.suppress(OSError):  # `answer` says why
+        with contextlib.suppress(OSError):  # the answer says why
             self._connection.send((job, seconds))
+        return self._answer(seconds)
 
-    def answer(self, seconds: float) -> Any:
-        """Return the next answer, as `ask` does. The output of the user's code is read, and its end is kept."""
+    def _answer(self, seconds: float) -> Any:
+        """Return the next answer. The output of the user's code is read meanwhile, and its end is kept."""
         deadline = time.monotonic() + seconds + _MARGIN_S
-        assert self._process.stdout is not None
         printed: Any = self._process.stdout
         watched: list[Any] = [self._connection, printed]
-        while True:
-            ready = wait(watched, max(deadline - time.monotonic(), 0))
-            if not ready:
-                raise ServerEnded(f"there was no answer within {seconds:.0f} s. {self.output}".strip())
+        why = "the process that runs the loader has ended"
+        while ready := wait(watched, max(deadline - time.monotonic(), 0)):
             if printed in ready:
                 chunk = os.read(printed.fileno(), 1 << 16)
                 self._output = (self._output + chunk)[-_KEPT_OUTPUT:]
                 if not chunk:
                     watched.remove(printed)
-            elif self._connection in ready:  # all that was printed before has been read
-                try:
-                    found = self._connection.recv()
-                except (EOFError, OSError):
-                    raise ServerEnded(f"the process that runs the loader has ended. {self.output}".strip()) from None
-                if isinstance(found, CannotVerify):
-                    raise found
-                return found
-
-    @property
-    def output(self) -> str:
-        """The last line that the server and the user's code have printed."""
+                continue
+            try:
+                found = self._connection.recv()
+            except (EOFError, OSError):
+                break
+            if isinstance(found, CannotVerify):
+                raise found
+            return found
+        else:
+            why = f"there was no answer within {seconds:.0f} s"
         lines = self._output.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        raise ServerEnded(". ".join([why, *lines[-1:]]))
 
     def close(self) -> None:
         """End the server and all processes that come from it. Idempotent."""
@@ -132,7 +118,5 @@ class Interpreter:
                 self._process.wait(_ENDING_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
-        self._folder.cleanup()
+        with self._process:  # waits, and closes its output
+            self._folder.cleanup()

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 from asyncloader.loader import DataLoader
 from asyncloader.verification.disturbances import Kind, LoaderFacts
 from asyncloader.verification.target import changed, facts, make_loader
-from asyncloader.verification.tokens import leaves, rows, token
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.tokens import fields, rows, token
+from asyncloader.verification.user_code import UserFailure
 
 
-class Look(NamedTuple):
+class LookJob(NamedTuple):
     """Asks for the facts about the user's loader."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class RunJob:
     """Asks for the batches of a run. The attributes that `Disturbance` has, too, mean the same.
 
     Attributes:
@@ -60,7 +60,7 @@ class Batch(NamedTuple):
 
 
 @dataclass
-class Result:
+class RunResult:
     """What a run has read.
 
     Attributes:
@@ -75,7 +75,7 @@ class Result:
     ended: bool = False
     state: bytes | None = None
     edited: int | None = None
-    failure: Failure | None = None
+    failure: UserFailure | None = None
 
 
 def look(make: Callable[[], Any]) -> LoaderFacts:
@@ -86,7 +86,7 @@ def look(make: Callable[[], Any]) -> LoaderFacts:
     return found
 
 
-def opened(make: Callable[[], Any], job: Run) -> DataLoader[Any]:
+def opened(make: Callable[[], Any], job: RunJob) -> DataLoader[Any]:
     """Return the loader of a run."""
     if job.rank is not None:
         os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": "2"}
@@ -103,7 +103,7 @@ def opened(make: Callable[[], Any], job: Run) -> DataLoader[Any]:
     return changed(loader, **changes)
 
 
-def run(make: Callable[[], Any], job: Run, note: Callable[[str], None]) -> Result:
+def run(make: Callable[[], Any], job: RunJob, note: Callable[[str], None]) -> RunResult:
     """Read the batches of a run.
 
     Args:
@@ -112,7 +112,7 @@ def run(make: Callable[[], Any], job: Run, note: Callable[[str], None]) -> Resul
         note: gets in words how far the run is; it is read where the process is killed.
     """
     note("the loader was being made")
-    result = Result()
+    result = RunResult()
     loader = opened(make, job)
     note("the first batch was being made")
     began: float | None = None
@@ -121,17 +121,18 @@ def run(make: Callable[[], Any], job: Run, note: Callable[[str], None]) -> Resul
             loader.load_state_dict(pickle.loads(job.state))
         for number in _steps(loader, job, result):
             note(f"batch {number} was being made")
-            began = began or time.monotonic()  # with the first batch: a busy machine takes its time to start workers
-            if time.monotonic() - began > job.seconds:
+            now = time.monotonic()
+            began = began or now  # with the first batch: a busy machine takes its time to start workers
+            if now - began > job.seconds:
                 break
     except Exception as error:
-        result.failure = Failure.of(error)
+        result.failure = UserFailure.of(error)
     with suppress(Exception):
         loader.close()
     return result
 
 
-def _steps(loader: DataLoader[Any], job: Run, result: Result) -> Iterator[int]:
+def _steps(loader: DataLoader[Any], job: RunJob, result: RunResult) -> Iterator[int]:
     """Read the batches into the result. Yields the number of the next batch."""
     if job.kind in ("again", "break"):  # another epoch, or the beginning of the same, comes before
         loader.set_epoch(int(job.kind == "again"))
@@ -150,11 +151,11 @@ def _steps(loader: DataLoader[Any], job: Run, result: Result) -> Iterator[int]:
         if batch is _END:
             result.ended = True
             return
-        if previous is not None and result.edited is None and token(previous[0], 6) != previous[1]:
+        if previous is not None and result.edited is None and token(previous[0]) != previous[1]:
             result.edited = len(result.batches) - 1
-        result.batches.append(Batch(leaves(batch), rows(batch) if job.rows else None))
+        result.batches.append(Batch(fields(batch), rows(batch) if job.rows else None))
         if not loader.num_workers:
-            previous = (batch, token(batch, 6))
+            previous = (batch, token(batch))
         if job.kind == "kill" and len(result.batches) == job.at:
             _kill_worker()
         yield len(result.batches)

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import faulthandler
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -28,9 +27,9 @@ from typing import IO, Any
 import torch
 
 from asyncloader.verification.causes import search
-from asyncloader.verification.runs import Look, Run, look, run
-from asyncloader.verification.target import CannotVerify, IteratedAtImport, import_target
-from asyncloader.verification.user_code import Failure, line_of_stacks
+from asyncloader.verification.runs import LookJob, RunJob, look, run
+from asyncloader.verification.target import CannotVerify, import_target
+from asyncloader.verification.user_code import CodeLine, UserFailure, line_of_stacks
 
 CarryOut = Callable[[Any, Callable[[], Any], Callable[[str], None]], Any]
 """Carries out a job with the user's function, and returns its result; it also gets a function that notes in words how
@@ -39,7 +38,6 @@ far the job is.
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36  # of Linux' prctl
 _GRACE_S = 2.0  # for the stacks of a late process
-_ENDING_S = 5.0
 
 
 def main(fd: int, target: str) -> None:
@@ -50,9 +48,9 @@ def main(fd: int, target: str) -> None:
 
 def _carry_out(job: Any, make: Callable[[], Any], note: Callable[[str], None]) -> Any:
     match job:
-        case Look():
+        case LookJob():
             return look(make)
-        case Run():
+        case RunJob():
             return run(make, job, note)
         case _:
             return search(make, job)
@@ -71,22 +69,17 @@ def serve(fd: int, target: str, carry_out: CarryOut) -> None:
     warnings.simplefilter("ignore")
     _prctl(_SET_CHILD_SUBREAPER, 1)  # become the parent of orphans, so that `_descendants` finds them
     _prctl(_SET_PDEATHSIG, signal.SIGKILL)  # until jobs are waited for: an import may never end
-    answer: Failure | CannotVerify | None = None
+    answer: UserFailure | CannotVerify | None = None
     make: Callable[[], Any] | None = None
     try:
         make = import_target(target)
-    except IteratedAtImport as error:
-        text = "reads a loader while the module is imported, which every spawned worker does again"
-        advice = 'put all but imports, classes and functions under `if __name__ == "__main__":`'
-        answer = Failure(text, error.line, advice)
     except CannotVerify as error:
         answer = error
     except BaseException as error:  # sys.exit() of the module is an answer, too
-        answer = Failure.of(error)
+        answer = UserFailure.of(error)
     if os.getpid() != me:  # the module has forked while it was imported, and this process came back, too
         os._exit(0)
     _prctl(_SET_PDEATHSIG, 0)
-    _open_standard_files()
     with contextlib.suppress(EOFError, OSError):  # the other end was closed
         connection.send(answer)
         while make is not None:
@@ -101,13 +94,6 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
-def _open_standard_files() -> None:
-    """Have the numbers 0 to 2 stand for files, if the module has closed them: prints would go to the next file."""
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(fd, True)
-    os.close(fd)
-
-
 def _in_fork(job: Any, seconds: float, make: Callable[[], Any], carry_out: CarryOut, connection: Connection) -> Any:
     """Carry out a job in a fork of this process. Returns its result, or why there is none.
 
@@ -116,7 +102,7 @@ def _in_fork(job: Any, seconds: float, make: Callable[[], Any], carry_out: Carry
     """
     reading, writing = Pipe(duplex=False)
     with tempfile.TemporaryFile() as stacks, reading:
-        fork = _Fork(lambda: _child(job, make, carry_out, writing, stacks))
+        fork = _JobProcess(lambda: _child(job, make, carry_out, writing, stacks))
         writing.close()
         deadline, note, late = time.monotonic() + seconds, "", False
         try:
@@ -142,20 +128,20 @@ def _in_fork(job: Any, seconds: float, make: Callable[[], Any], carry_out: Carry
         return _failure(status, late, note, line_of_stacks(stacks.read(200_000).decode(errors="replace")))
 
 
-def _failure(status: int, late: bool, note: str, line: Any) -> Failure:
+def _failure(status: int, late: bool, note: str, line: CodeLine | None) -> UserFailure:
     during = f" while {note}" if note else ""
+    if late and line is None:  # the loader itself, the start of processes, a busy machine
+        text = f"did not end in time{during}, and no line of the module was running in the main process"
+        return UserFailure(text, advice="give more --seconds", late=True)
     if late:
-        why = "this line was running: a lock of another process, a read without a time limit, or an endless loop"
-        # Without a line: the loader itself, the start of processes, a busy machine.
-        quiet = "" if line else ", and no line of the module was running in the main process"
-        return Failure(f"did not end in time{during}{quiet}", line, why if line else "give more --seconds", late=True)
+        advice = "this line was running: a lock of another process, a read without a time limit, or an endless loop"
+        return UserFailure(f"did not end in time{during}", line, advice, late=True)
     how = f"was killed by signal {-status}" if status < 0 else f"ended with exit code {status}"
-    return Failure(
-        f"has no result: the process {how}{during}", line, "code of a loader must raise, not end its process"
-    )
+    advice = "code of a loader must raise, not end its process"
+    return UserFailure(f"has no result: the process {how}{during}", line, advice)
 
 
-class _Fork:
+class _JobProcess:
     """A forked process, which leads a session.
 
     Attributes:
@@ -206,7 +192,7 @@ def _child(job: Any, make: Callable[[], Any], carry_out: CarryOut, writing: Conn
     except CannotVerify as error:
         result = error
     except BaseException as error:  # sys.exit() of user code is an answer, too
-        result = Failure.of(error)
+        result = UserFailure.of(error)
     if os.getpid() == me:  # else user code has forked, and the fork came back, too
         writing.send(("result", result))
         with contextlib.suppress(Exception):
@@ -220,18 +206,13 @@ def _end_descendants() -> None:
     """Kill all processes that come from this one, also those that have left its session, and those that they have
     started since. Linux only; elsewhere nothing is found.
     """
-    ended: set[int] = set()
-    while left := _descendants(os.getpid()) - ended:
+    while left := _descendants(os.getpid()):
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(OSError):
-                fd = os.pidfd_open(pid)
-                try:
-                    select.select([fd], [], [], _ENDING_S)
-                finally:
-                    os.close(fd)
-        ended |= left
+        for pid in left:
+            with contextlib.suppress(ChildProcessError):  # not a child of this process yet, as orphans become
+                os.waitpid(pid, 0)
 
 
 def _descendants(pid: int) -> set[int]:
@@ -241,11 +222,10 @@ def _descendants(pid: int) -> set[int]:
             state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state not in "ZX":
                 children[int(parent)].append(int(entry.name))
-    found: set[int] = set()
-    left = [pid]
+    found, left = set[int](), [pid]
     while left:
-        new = set(children[left.pop()]) - found
-        found |= new
+        new = children[left.pop()]
+        found.update(new)
         left += new
     return found
 

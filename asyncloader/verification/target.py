@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
 import sys
 import warnings
@@ -25,7 +26,6 @@ from asyncloader.options.declaration import LoaderSpec
 from asyncloader.plain_context import plain_context
 from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import LoaderFacts
-from asyncloader.verification.user_code import CodeLine, line_of_frame
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 
@@ -33,12 +33,8 @@ class CannotVerify(ValueError):
     """The target makes no loader that can be verified. The text says why."""
 
 
-class IteratedAtImport(BaseException):  # no handler of the module's takes it
+class ReadAtImport(BaseException):  # no handler of the module's takes it
     """A loader was read while the user's module was being imported."""
-
-    def __init__(self, line: CodeLine | None) -> None:
-        super().__init__(line)
-        self.line = line
 
 
 def import_target(target: str) -> Callable[[], Any]:
@@ -46,7 +42,7 @@ def import_target(target: str) -> Callable[[], Any]:
 
     Raises:
         CannotVerify: the function does not exist, or it needs arguments.
-        IteratedAtImport: the module reads a loader while it is imported.
+        ReadAtImport: the module reads a loader while it is imported.
         Exception: whatever the module raises.
     """
     module_name, _, name = target.rpartition(":")
@@ -56,7 +52,7 @@ def import_target(target: str) -> Callable[[], Any]:
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         folder, module_name = file.parent, file.stem
-        if not _is_file(file):
+        if not os.path.isfile(file):  # noqa: PTH113 - which takes any name
             raise CannotVerify(f"{target!r}: there is no file {file}")
         if "." in module_name:
             raise CannotVerify(
@@ -88,12 +84,15 @@ def import_target(target: str) -> Callable[[], Any]:
 
 @plain_context
 def _no_loader_read() -> Generator[None]:
-    """Context in which reading a loader raises `IteratedAtImport`."""
+    """Context in which reading a loader raises `ReadAtImport`."""
     kind: Any = torch.utils.data.DataLoader
     plain = kind.__iter__
 
     def refuse(_: Any) -> Any:
-        raise IteratedAtImport(line_of_frame(sys._getframe(1)))
+        raise ReadAtImport(
+            "a loader is read while the module is imported, as every spawned worker does again: put all but imports, "
+            'classes and functions under `if __name__ == "__main__":`'
+        )
 
     kind.__iter__ = refuse
     try:
@@ -118,13 +117,6 @@ def _without_arguments(found: Any, target: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except (OSError, ValueError):  # too long a name, or a folder that may not be entered
-        return False
-
-
 def make_loader(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[Any]:
     """Call the user's function, and return the loader; an async loader's options.
 
@@ -145,6 +137,8 @@ def make_loader(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataL
     if isinstance(loader, AsyncDataLoader):
         loader = loader._spec
     if not isinstance(loader, torch.utils.data.DataLoader):
+        if given is None:
+            raise CannotVerify("the function returned None: let it return the loader")
         why = ""
         if hasattr(given, "__next__") or hasattr(given, "__anext__"):
             why = ": return the loader, not an iterator over it"
@@ -152,9 +146,7 @@ def make_loader(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataL
             why = f": call the class {given.__name__}, and return the loader"
         elif type(given).__name__ == "DataLoader2":
             why = ": give a DataLoader its graph of datapipes, and return that"
-        if given is None:
-            raise CannotVerify("the function returned None: let it return the loader")
-        raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
+        raise CannotVerify(f"the function returned a {type(given).__name__}, which is not a DataLoader{why}")
     if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
         raise CannotVerify("the loader's workers are a service: give a loader whose workers are processes")
     return loader
@@ -165,12 +157,11 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
     kind = type(loader) if options is None or isinstance(loader, DataLoader) else AsyncDataLoader
     iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
-    size, method = loader.batch_size, _start_method(loader.multiprocessing_context)
+    size, context = loader.batch_size, loader.multiprocessing_context
     halves = size is not None and size % 2 == 0 and loader.collate_fn is torch.utils.data.default_collate
     single = options is None or (options.rank is None and options.group is None and options.balance is None)
     # A sampler that divides the samples among ranks by itself has no batches of a single rank to compare with.
     single = single and replicas(loader.sampler, loader.batch_sampler) is None
-    multiprocessing = torch.multiprocessing
     return LoaderFacts(
         name=f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
         ours=options is not None,
@@ -178,17 +169,11 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
         iterable=bool(iterable),
         workers=number_of(loader.num_workers),
         threads=options is not None and options.workers == "threads",
-        method=method
-        or multiprocessing.get_start_method(allow_none=True)
-        or multiprocessing.get_all_start_methods()[0],
+        method=getattr(context, "get_start_method", torch.multiprocessing.get_start_method)(),
         asynchronous=is_async_dataset(loader.dataset),
         stateful=hasattr(loader.dataset, "state_dict"),
         ranks=bool(halves and single and not iterable),
     )
-
-
-def _start_method(context: Any) -> str | None:
-    return context.get_start_method() if hasattr(context, "get_start_method") else None
 
 
 def changed(loader: torch.utils.data.DataLoader[Any], **changes: Any) -> DataLoader[Any]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ class CodeLine(NamedTuple):
         return f"{short(self.file)}:{self.line}"
 
 
-class Failure(NamedTuple):
+class UserFailure(NamedTuple):
     """Why a process of the user's code gave no result.
 
     Attributes:
@@ -61,7 +62,7 @@ class Failure(NamedTuple):
     late: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> UserFailure:
         """Describe an error. Whatever its class does, this succeeds."""
         kind, text, notes = type(error).__name__, text_of(error)[-_MOST_TEXT:], list[str]()
         with suppress(Exception):
@@ -92,11 +93,7 @@ def rank(file: str) -> int:
 
 def line_of_frame(frame: FrameType | None) -> CodeLine | None:
     """Return the innermost line of the user's files, or else of an installed package, in a frame and its callers."""
-    found: list[CodeLine] = []
-    while frame is not None:
-        found.append(CodeLine(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return _best(found)
+    return _best([CodeLine(each.f_code.co_filename, line, each.f_code.co_name) for each, line in walk_stack(frame)])
 
 
 def line_of_stacks(stacks: str) -> CodeLine | None:
@@ -130,24 +127,15 @@ def _line_of_error(error: BaseException) -> CodeLine | None:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
-        if isinstance(cause, SyntaxError) and (found := _of_syntax_error(cause)) is not None:
-            return found
-        lines: list[CodeLine] = []
-        trace = cause.__traceback__
-        while trace is not None:
-            lines.insert(0, CodeLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno, trace.tb_frame.f_code.co_name))
-            trace = trace.tb_next
-        if (found := _best(lines)) is not None:
+        trace = walk_tb(cause.__traceback__)
+        lines = [CodeLine(each.f_code.co_filename, line, each.f_code.co_name) for each, line in trace]
+        if isinstance(cause, SyntaxError):  # no frame is in a line that cannot be parsed; user code may give any values
+            file, line = cause.filename, cause.lineno
+            if isinstance(file, str) and isinstance(line, int) and 0 < line < 1 << 31:
+                lines.append(CodeLine(file, line, "<module>"))
+        if (found := _best(lines[::-1])) is not None:
             return found
         cause = cause.__context__ if cause.__cause__ is None else cause.__cause__
-    return None
-
-
-def _of_syntax_error(error: SyntaxError) -> CodeLine | None:
-    """Return the line that cannot be parsed, which no frame is in. User code may raise the error with any values."""
-    file, line = error.filename, error.lineno
-    if isinstance(file, str) and isinstance(line, int) and 0 < line < 1 << 31 and rank(file):
-        return CodeLine(file, line, "<module>")
     return None
 
 

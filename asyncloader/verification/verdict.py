@@ -11,7 +11,7 @@ from typing import Any, Literal
 from asyncloader.commands.findings import Finding
 from asyncloader.verification.causes import Draw
 from asyncloader.verification.runs import Batch
-from asyncloader.verification.user_code import CodeLine, Failure, short
+from asyncloader.verification.user_code import CodeLine, UserFailure, short
 
 State = Literal["ok", "note", "problem"]
 OWN_GENERATOR = "draw from asyncloader.sample_rng(), or in a blocking __getitem__ from random, numpy.random or torch"
@@ -58,7 +58,7 @@ def at(name: str, state: State, line: CodeLine | None, text: str, advice: str, *
     return Finding(name, state, text, advice, figures)
 
 
-def broken(name: str, failure: Failure, doing: str) -> Finding:
+def broken(name: str, failure: UserFailure, doing: str) -> Finding:
     """A run that raised, hung or died."""
     # A disturbance may be slow. Of another run that has no result nothing was verified.
     state: State = "note" if failure.late and failure.line is None and name == "disturbed run" else "problem"

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
-from asyncloader.verification.causes import Causes, Search
+from asyncloader.verification.causes import Causes, SearchJob
 from asyncloader.verification.disturbances import Disturbance, LoaderFacts, disturbances
 from asyncloader.verification.interpreter import Interpreter, ServerEnded
-from asyncloader.verification.runs import Batch, Look, Result, Run
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.runs import Batch, LookJob, RunJob, RunResult
+from asyncloader.verification.user_code import UserFailure
 
 MOST_BATCHES = 24
 _MOST_PROBLEMS = 3  # of disturbed runs, before the rest is left out
@@ -128,19 +128,19 @@ class Verification:
         except ServerEnded as error:
             yield Finding("process", "problem", str(error), "the module's code ended its process, or holds it up")
 
-    def _run(self, *, elsewhere: bool = False, **job: Any) -> Result:
+    def _run(self, *, elsewhere: bool = False, **job: Any) -> RunResult:
         # The number of batches bounds a run that is compared: it is not to be cut off while its workers are started.
         seconds = self._cap / 2 if self._expected else max(self._seconds / 6, 5.0)
         most = (len(self._expected) or MOST_BATCHES) + self._ends
-        asked = Run(**{"batches": most, "seconds": seconds, **job})
+        asked = RunJob(**{"batches": most, "seconds": seconds, **job})
         answer = (self._elsewhere if elsewhere else self._here).ask(asked, self._cap)
-        return Result(failure=answer) if isinstance(answer, Failure) else answer
+        return RunResult(failure=answer) if isinstance(answer, UserFailure) else answer
 
     # ------------------------------------------------------------------------------------ the undisturbed run
 
     def _verified(self) -> Iterator[Finding]:
-        facts = self._here.ask(Look(), self._cap)
-        if isinstance(facts, Failure):
+        facts = self._here.ask(LookJob(), self._cap)
+        if isinstance(facts, UserFailure):
             yield verdict.broken("make_loader", facts, "making the loader")
             return
         self._facts: LoaderFacts = facts
@@ -164,7 +164,7 @@ class Verification:
         yield from self._noticed(result)
         yield from self._compared()
 
-    def _noticed(self, result: Result) -> Iterator[Finding]:
+    def _noticed(self, result: RunResult) -> Iterator[Finding]:
         if result.edited is not None:
             text = f"batch {result.edited} is changed after it was delivered, while the next batch is made"
             advice = "return new tensors from collate_fn and from samples, not a buffer that is used again"
@@ -180,9 +180,8 @@ class Verification:
     def _compared(self) -> Iterator[Finding]:
         """Make the other runs, as far as what is found leaves something to compare."""
         repeated, comparable = self._repeated()
-        yield repeated or Finding(
-            "repeated runs", "ok", "the same bytes with another hash seed and state of generators"
-        )
+        same = "the same bytes with another hash seed and state of generators"
+        yield repeated or Finding("repeated runs", "ok", same)
         facts, causes = self._facts, self._search(_SEARCHED)
         processes = facts.workers > 0 and not facts.threads
         for kind, line in causes.handles.items():
@@ -197,8 +196,8 @@ class Verification:
             yield Finding("disturbed runs", "note", f"left out, as {why}", "mend what is above first")
 
     def _search(self, batches: int) -> Causes:
-        answer = self._here.ask(Search(batches), self._cap)
-        return Causes() if isinstance(answer, Failure) else answer
+        answer = self._here.ask(SearchJob(batches), self._cap)
+        return Causes() if isinstance(answer, UserFailure) else answer
 
     # ---------------------------------------------------------------------------------------- the same run again
 
@@ -217,11 +216,12 @@ class Verification:
             elif (result.ended and got < len(self._expected)) or got > len(self._expected):
                 number = min(got, len(self._expected))
             if number is not None:
-                found = verdict.differs(number, fields, f"{again.seen}: {again.why}", again.advice)
-                found = found._replace(name="repeated run")
-                return (
-                    self._ambient(found, number) if again.ambient else found
-                ), again.ambient and not self._facts.asynchronous
+                text = f"{again.seen}: {again.why}"
+                found = verdict.differs(number, fields, text, again.advice)._replace(name="repeated run")
+                if not again.ambient:
+                    return found, False
+                # Draws of concurrent samples also depend on timing.
+                return self._ambient(found, number), not self._facts.asynchronous
         return None, True
 
     def _ambient(self, found: Finding, number: int) -> Finding:
@@ -274,7 +274,7 @@ class Verification:
             return self._resumed(each, result.state)
         return self._other_end(result, len(self._expected), each)
 
-    def _other_end(self, result: Result, most: int, each: Disturbance) -> Finding | None:
+    def _other_end(self, result: RunResult, most: int, each: Disturbance) -> Finding | None:
         """Return a finding if a run whose batches are the expected ones has given fewer, or goes on behind them."""
         got = len(result.batches)
         if got > most:
@@ -287,7 +287,7 @@ class Verification:
         text = f"the run with {each} was cut off: {got} of {most} batches came in time"
         return Finding("disturbed run", "note", text, "give more --seconds")
 
-    def _broken(self, result: Result, each: Disturbance) -> Finding:
+    def _broken(self, result: RunResult, each: Disturbance) -> Finding:
         assert result.failure is not None
         found = verdict.broken("disturbed run", result.failure, f"the run with {each}")
         if result.failure.line is None and result.failure.error:  # draws that threads may not make are refused later

@@ -161,8 +161,8 @@ class Socket(Rows):
         self.ours, self.theirs = socket.socketpair()
 
     def __getitem__(self, index: int) -> Any:
-        self.theirs.send(bytes([index]))
-        return torch.tensor([index, self.ours.recv(1)[0]])  # fault: open_socket
+        self.theirs.send(bytes([index]))  # fault: open_socket
+        return torch.tensor([index, self.ours.recv(1)[0]])
 
 
 def open_socket() -> Any:

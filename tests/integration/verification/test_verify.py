@@ -27,9 +27,9 @@ from asyncloader.verification import verify as verify_module
 from asyncloader.verification.disturbances import LoaderFacts, disturbances
 from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.junit import as_junit
-from asyncloader.verification.runs import Run, _kill_worker, run
+from asyncloader.verification.runs import RunJob, _kill_worker, run
 from asyncloader.verification.target import CannotVerify, import_target, make_loader
-from asyncloader.verification.user_code import Failure
+from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import Verification, verify
 from tests.helpers.running import ROOT, Deaths
 from tests.integration.verification import awkward, chosen, planted, planted_draws
@@ -177,7 +177,7 @@ def test_a_loader_that_cannot_be_run(
         (f"{AWKWARD}:needs", "needs arguments: root"),
         (f"{AWKWARD}:iterator", "return the loader, not an iterator"),
         (f"{AWKWARD}:nothing", "returned None: let it return the loader"),
-        (f"{AWKWARD}:kind", "returned a type, which is no DataLoader: call the class Rows"),
+        (f"{AWKWARD}:kind", "returned a type, which is not a DataLoader: call the class Rows"),
         (f"{'x' * 300}.py:make", "there is no file"),
         ("{folder}/train.v2.py:make", "has a dot before .py: rename the file"),
         (".relative:make", "is relative: give the whole name"),
@@ -204,7 +204,7 @@ def test_a_module_that_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "unparsed.py").write_text("def make():\n    return (\n")
     with pytest.raises(SyntaxError) as caught:
         import_target(f"{tmp_path}/unparsed.py:make")
-    found = verdict.broken("import", Failure.of(caught.value), "importing the module")
+    found = verdict.broken("import", UserFailure.of(caught.value), "importing the module")
     assert (found.figures["file"], found.figures["line"]) == (str(tmp_path / "unparsed.py"), 2)
 
 
@@ -219,7 +219,7 @@ def test_a_process_that_is_killed(verified: Verify) -> None:
 @pytest.mark.parametrize(("name", "state"), [("make_loader", "problem"), ("disturbed run", "note")])
 def test_a_run_without_end_that_shows_no_line(name: str, state: str) -> None:
     """Is a problem, because nothing was verified, but for a disturbed run: the machine may be busy."""
-    assert verdict.broken(name, Failure("did not end in time", late=True), "the run").state == state
+    assert verdict.broken(name, UserFailure("did not end in time", late=True), "the run").state == state
 
 
 @pytest.mark.parametrize("name", ["no/a.xml", "."])
@@ -256,7 +256,7 @@ def test_nothing_stays_behind(
 
 def test_a_slow_start_leaves_batches_to_compare() -> None:
     """The time of a run is counted from its first batch: two are read at least."""
-    found = run(awkward.sound, Run(batches=5, seconds=0.0), lambda _: None)
+    found = run(awkward.sound, RunJob(batches=5, seconds=0.0), lambda _: None)
     assert (len(found.batches), found.failure) == (2, None)
 
 
@@ -265,7 +265,8 @@ def test_a_slow_start_leaves_batches_to_compare() -> None:
 def test_nothing_goes_on_without_the_command(when: str, tmp_path: Path) -> None:
     """A server whose command was killed ends at once, though the user's code does not."""
     (tmp_path / "endless.py").write_text(
-        f"import os, threading\n\n\ndef make():\n    open({str(tmp_path / 'began')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
+        f"import os, threading\n\n\n"
+        f"def make():\n    open({str(tmp_path / 'began')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
         f"    threading.Event().wait()\n\n\n{'make()' if when == 'import' else ''}\n"
     )
     os.mkfifo(tmp_path / "began")
