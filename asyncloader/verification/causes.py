@@ -4,8 +4,8 @@ and parts that cannot be pickled.
 Data path: job -> [causes: target -> loader] -> the process that reports. In a process of its own, whose functions of
 numpy are replaced.
 
-The loader is read without workers under a profile function, which sees calls and not lines, and asks of each call of C
-code whether it drew, or used a handle.
+The loader is read without workers, under a profile function: it is told of each call of C code, and asks whether that
+drew, or used a handle.
 """
 
 from __future__ import annotations
@@ -35,24 +35,16 @@ from asyncloader.workers.setup_payload import find_unpicklable
 
 _MOST_DRAWS = 50
 _DEEPEST = 5  # of the attributes and containers in which an unpicklable part is looked for
-_PARTS = ("dataset", "collate_fn", "worker_init_fn")
 _rand: Any = torch.rand
 _TORCH = _rand.__self__  # which all of its functions belong to
 _RANDOM: Any = random._inst
 _NUMPY: Any = np.random.mtrand._rand
 
 
-@dataclass(frozen=True)
-class SearchJob:
-    """Asks for the causes.
-
-    Attributes:
-        batches: how many are read.
-        ambient: see `RunJob`.
-    """
+class SearchJob(NamedTuple):
+    """Asks for the causes in the first batches."""
 
     batches: int
-    ambient: int = 0
 
 
 class Draw(NamedTuple):
@@ -82,31 +74,33 @@ def search(make: Callable[[], Any], job: SearchJob) -> Causes:
     """Read some batches, and return the causes that were seen meanwhile."""
     watch = _Watch()
     with watch.watching():
-        loader = opened(make, RunJob(batches=job.batches, seconds=0, ambient=job.ambient))
-        watch.open = _open_handles()
+        loader = opened(make, RunJob(batches=job.batches, seconds=0))
+        watch.open, watch.found.unpicklable = _open_handles(), _unpicklable(loader)  # now: samples may open more
         with suppress(Exception):  # a run says what was raised
             for _ in islice(loader, job.batches):
                 pass
-    for name in _PARTS:
-        path, value = find_unpicklable(name, getattr(loader, name), _DEEPEST)
-        if path is not None:
-            text = f"{path}, a {type(value).__qualname__}, cannot be pickled"
-            watch.found.unpicklable = text, line_of_definition(value)
-            break
     return watch.found
 
 
-def _open_handles() -> dict[int, str]:
-    """Return the kinds of the open files, sockets and connections of this process, by the objects' ids."""
-    found: dict[int, str] = {}
+def _unpicklable(loader: Any) -> tuple[str, CodeLine | None] | None:
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        path, value = find_unpicklable(name, getattr(loader, name), _DEEPEST)
+        if path is not None:
+            return f"{path}, a {type(value).__qualname__}, cannot be pickled", line_of_definition(value)
+    return None
+
+
+def _open_handles() -> dict[int, tuple[str, Any]]:
+    """Return the open files, sockets and connections of this process, and their kinds, by their ids."""
+    found: dict[int, tuple[str, Any]] = {}
     for each in gc.get_objects():
         kind = type(each)  # never `isinstance`, which asks objects that pretend to be others
-        if issubclass(kind, io.IOBase) and not issubclass(kind, io.BytesIO | io.StringIO):
-            found[id(each)] = "an open file"
+        if issubclass(kind, io.IOBase) and not issubclass(kind, io.BytesIO | io.StringIO) and not each.closed:
+            found[id(each)] = "an open file", each
         elif issubclass(kind, socket.socket):
-            found[id(each)] = "an open socket"
+            found[id(each)] = "an open socket", each
         elif issubclass(kind, sqlite3.Connection | sqlite3.Cursor):
-            found[id(each)] = "an open connection of sqlite3"
+            found[id(each)] = "an open connection of sqlite3", each
     return found
 
 
@@ -115,12 +109,12 @@ class _Watch:
 
     Attributes:
         found: what was seen.
-        open: the handles that are looked at.
+        open: the handles that are looked at: kept, so that no other object gets the id of one.
     """
 
     def __init__(self) -> None:
         self.found = Causes()
-        self.open: dict[int, str] = {}
+        self.open: dict[int, tuple[str, Any]] = {}
         self._mark = 0
 
     @plain_context
@@ -149,7 +143,7 @@ class _Watch:
     def _profile(self, frame: FrameType, event: str, function: Any) -> None:
         if event not in ("c_call", "c_return"):
             return
-        owner, name = getattr(function, "__self__", None), function.__name__
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if owner is _RANDOM:
             if event == "c_return" and name in ("random", "getrandbits"):  # of which all draws are made
                 self._drew("random", frame)
@@ -157,11 +151,11 @@ class _Watch:
             mark, self._mark = self._mark, hash(torch.default_generator.get_state().numpy().tobytes())
             if event == "c_return" and mark != self._mark:
                 self._drew("torch", frame)
-        elif event == "c_call" and (kind := self.open.get(id(owner))) and _shares(kind, name):
+        elif event == "c_call" and (found := self.open.get(id(owner))) and _shares(found[0], name):
             line = line_of_frame(frame)
             # asyncloader's own are opened anew in a forked process.
             if line is not None and not str(frame.f_globals.get("__name__")).startswith("asyncloader."):
-                self.found.handles.setdefault(kind, line)
+                self.found.handles.setdefault(found[0], line)
 
     def _drew(self, generator: str, frame: FrameType) -> None:
         line = line_of_frame(frame)
@@ -173,6 +167,6 @@ class _Watch:
 
 def _shares(kind: str, method: str) -> bool:
     """Whether a method depends on what processes share after a fork: of a file the position."""
-    return (
-        method.startswith(("read", "seek", "__next__")) if kind == "an open file" else method not in ("close", "fileno")
-    )
+    if kind == "an open file":
+        return method.startswith(("read", "seek", "__next__"))
+    return method not in ("close", "fileno")

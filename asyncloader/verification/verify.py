@@ -328,8 +328,9 @@ class Verification:
             text = f"at step {number} the joined batches of 2 ranks are not the batch of one, with {each}"
             advice = "let all ranks draw the same order: from one seed and the epoch, not from the rank or the process"
             return Finding("ranks", "problem", text, advice, {"batch": number})
-        longer = any(len(share) > len(self._expected) for share in shares)
-        return verdict.goes_on(len(self._expected), str(each)) if longer else None
+        if any(len(share) > len(self._expected) for share in shares):
+            return verdict.goes_on(len(self._expected), str(each))
+        return None
 
 
 def _cause(finding: Finding) -> object:

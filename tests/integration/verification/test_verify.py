@@ -256,7 +256,7 @@ def test_nothing_stays_behind(
 
 def test_a_slow_start_leaves_batches_to_compare() -> None:
     """The time of a run is counted from its first batch: two are read at least."""
-    found = run(awkward.sound, RunJob(batches=5, seconds=0.0), lambda _: None)
+    found = run(planted.cursor, RunJob(batches=5, seconds=0.0), lambda _: None)
     assert (len(found.batches), found.failure) == (2, None)
 
 
