@@ -216,7 +216,7 @@ def explain_unpicklable(setup: WorkerSetup) -> str | None:
         "on_error": None if policy is None else policy.on_error,
     }
     for name, part in parts.items():
-        path, value = _find_unpicklable(name, part, depth=3)
+        path, value = find_unpicklable(name, part, depth=4)
         if path is not None:
             return (
                 f"{path} = {_short(value)} cannot be pickled, as all that goes to workers must be unless they are "
@@ -226,16 +226,30 @@ def explain_unpicklable(setup: WorkerSetup) -> str | None:
     return None
 
 
-def _find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, Any]:
+def find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, Any]:
+    """Return the innermost part of a value that cannot be pickled, with its path; None if all of it can.
+
+    Args:
+        path: the value's.
+        value: the value.
+        depth: the levels of attributes and containers that are looked at.
+    """
     if _pickles(value):
         return None, None
-    inner = getattr(value, "__dict__", None)
-    if depth and isinstance(inner, dict):
-        for name, attribute in inner.items():
-            found, culprit = _find_unpicklable(f"{path}.{name}", attribute, depth - 1)
-            if found is not None:
-                return found, culprit
+    for name, part in _parts(value).items() if depth else ():
+        found, culprit = find_unpicklable(f"{path}{name}", part, depth - 1)
+        if found is not None:
+            return found, culprit
     return path, value
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {f"[{key!r}]": each for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return {f"[{number}]": each for number, each in enumerate(value)}
+    own = getattr(value, "__dict__", None)
+    return {f".{name}": each for name, each in own.items()} if isinstance(own, dict) else {}
 
 
 def _pickles(value: Any) -> bool:

@@ -25,6 +25,7 @@ from asyncloader.benchmarking.search_settings import Setting, apply_predictions,
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification.interpreter import Interpreter, ServerEnded
+from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import import_problem
 
 SERVER = "asyncloader.benchmarking.server"
@@ -105,15 +106,15 @@ class Benchmark:
     def _run_benchmark(self) -> Iterator[Finding]:
         """Measure the loader, search for a setting, compare, and yield the findings."""
         facts = self._ask({"do": "look"})
-        problem = verdict.broken("make_loader", facts, "making the loader")
-        if problem is not None:
-            yield problem
+        if isinstance(facts, UserFailure):
+            yield verdict.broken("make_loader", facts, "making the loader")
             return
         base = Setting.of(facts).normal()
         if facts["auto"]:
             job = {"do": "measure", "loader": "given", "changes": {}, "window": self._seconds / 10}
             found = self._ask(job)
-            base = base._replace(workers=found.get("workers", base.workers)).normal()
+            if not isinstance(found, UserFailure):
+                base = base._replace(workers=found["workers"]).normal()
         self.known = outcome = Outcome(facts, base, Contender("given", base))
         yield words.loader(outcome)
         problem = self._measure_given()
@@ -126,12 +127,10 @@ class Benchmark:
 
     # --------------------------------------------------------------------------------------------- single runs
 
-    def _ask(self, job: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, job: dict[str, Any]) -> dict[str, Any] | UserFailure:
         """Have a job carried out in a forked process, and return its result."""
-        answer = self._interpreter.ask(job, self._cap)
-        if "refused" in answer:
-            raise ValueError(answer["refused"])
-        return answer
+        found: dict[str, Any] | UserFailure = self._interpreter.ask(job, self._cap)
+        return found
 
     def _has_used(self, share: float) -> bool:
         """Return whether the benchmark has used more than a share of its time."""
@@ -143,28 +142,26 @@ class Benchmark:
         return given if self.outcome.facts["ours"] and setting == given.setting else Contender("asyncloader", setting)
 
     def _run(self, contender: Contender, phase: Phase) -> dict[str, Any]:
-        """Measure a loader once, and record the run."""
+        """Measure a loader once, and record the run. The result has a finding as "problem" if there is no rate."""
         outcome = self.outcome
         changes = contender.setting.change_from(outcome.base)
         if outcome.facts["auto"]:
             changes = {"num_workers": contender.setting.workers, **changes}
         found = self._ask({"do": "measure", "loader": contender.kind, "changes": changes, "window": self._window})
-        problem = verdict.broken("rate", found, "reading the loader")
+        name, problem, error = outcome.name(contender), None, ""
+        if isinstance(found, UserFailure):
+            problem, error = verdict.broken("rate", found, f"reading the loader, {name},"), f"reading it {found.text}"
+            found = {}
+        elif not found["rate"]:
+            error = "it delivered fewer than two batches"
+            text = f"{name}: {error}, too few to compute a rate"
+            advice = "use a dataset with more samples, or give more --seconds"
+            problem = Finding("rate", "problem", text, advice)
         rate = found.get("rate", 0.0)
-        error = problem.text if problem is not None else "" if rate else "it delivered fewer than two batches"
         outcome.runs.append(
             MeasuredRun(contender, phase, rate, found.get("batches", 0), found.get("seconds", 0.0), error)
         )
-        return found
-
-    def _explain_failure(self, found: dict[str, Any]) -> Finding | None:
-        """Say why the last run has no rate. Returns None if it has a rate."""
-        name = self.outcome.name(self.outcome.runs[-1].contender)
-        problem = verdict.broken("rate", found, f"reading the loader, {name},")
-        if problem is not None or found["rate"]:
-            return problem
-        text = f"{name}: {self.outcome.runs[-1].error}, too few to compute a rate"
-        return Finding("rate", "problem", text, "use a dataset with more samples, or give more --seconds")
+        return {**found, "problem": problem}
 
     def _measure_given(self) -> Finding | None:
         """Measure the user's loader twice, and asyncloader's with the same options. Returns the problem, if any."""
@@ -174,7 +171,7 @@ class Benchmark:
         for contender in (outcome.given, outcome.given, *([own] if own != outcome.given else [])):
             began = time.monotonic()
             found = self._run(contender, "first")
-            problem = self._explain_failure(found)
+            problem: Finding | None = found["problem"]
             if problem is not None:
                 return problem
             outcome.result = found
@@ -185,7 +182,7 @@ class Benchmark:
     # -------------------------------------------------------------------------------------------------- search
 
     def _search(self) -> Contender:
-        """Search for the best setting of asyncloader's loader."""
+        """SearchJob for the best setting of asyncloader's loader."""
         outcome, facts = self.outcome, self.outcome.facts
         own = self._asyncloader_with(outcome.base)
         self._try(apply_predictions(outcome.base, outcome.result["candidates"]))
@@ -246,7 +243,7 @@ class Benchmark:
             for place in range(len(turns)):
                 contender, rates = turns[(rounds + place) % len(turns)]
                 found = self._run(contender, "rounds")
-                problem = self._explain_failure(found)
+                problem: Finding | None = found["problem"]
                 if problem is None:
                     rates.append(found["rate"])
                 elif contender == given:

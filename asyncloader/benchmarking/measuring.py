@@ -1,6 +1,6 @@
 """Reads a loader as fast as it delivers, and returns its rate, its stages' times and the verdict on the run.
 
-Data path: job -> [measuring: making -> loader] -> the process that compares. Each job runs in a process of its own.
+Data path: job -> [measuring: target -> loader] -> the process that compares. Each job runs in a process of its own.
 
 The consumer takes batches and drops them.
 """
@@ -27,29 +27,27 @@ from asyncloader.samplers.position_source import PositionSource
 from asyncloader.telemetry.counters import STAGES, stage_times
 from asyncloader.telemetry.diagnosis import diagnose
 from asyncloader.telemetry.prediction import candidates
-from asyncloader.verification.making import facts, made
-from asyncloader.verification.runs import Job, described
+from asyncloader.verification.target import facts, make_loader
+from asyncloader.verification.user_code import UserFailure
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 
 def look(make: Callable[[], Any]) -> dict[str, Any]:
     """Describe the user's loader in plain values."""
-    loader = made(make, 0)
+    loader = make_loader(make, 0)
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
     auto = isinstance(vars(loader)["num_workers"], AutoWorkers)
     found = facts(loader)
-    if isinstance(loader, LoaderSpec) and not isinstance(loader, DataLoader):
-        found["class"] = "asyncloader.AsyncDataLoader (read by a sync loader)"
+    by_sync = isinstance(loader, LoaderSpec) and not isinstance(loader, DataLoader)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
     return {
-        **found,
-        "workers": number_of(loader.num_workers),
+        **found._asdict(),
+        "name": f"{found.name} (read by a sync loader)" if by_sync else found.name,
         "auto": auto,
         "prefetch": number_of(loader.prefetch_factor),
         "persistent": loader.persistent_workers,
         "concurrency": None if options is None else number_of(options.concurrency),
-        "asynchronous": is_async_dataset(loader.dataset),
         "context": loader.multiprocessing_context is not None,
         "assigned": assigns_shards(loader.dataset),
         "batch_size": size if isinstance(size, int) else None,
@@ -88,9 +86,9 @@ def _explain_not_torch(loader: torch.utils.data.DataLoader[Any]) -> str:
 # ---------------------------------------------------------------------------------------------------- the loaders
 
 
-def _make_loader(make: Callable[[], Any], job: Job) -> torch.utils.data.DataLoader[Any]:
+def _make_loader(make: Callable[[], Any], job: dict[str, Any]) -> torch.utils.data.DataLoader[Any]:
     """Make the loader of a job: the user's, asyncloader's or torch's, with the user's options and the job's changes."""
-    loader, changes = made(make, 0), job["changes"]
+    loader, changes = make_loader(make, 0), job["changes"]
     if job["loader"] == "torch":
         given = constructor_arguments(loader, changes)
         return torch.utils.data.DataLoader(**{n: v for n, v in given.items() if n not in OUR_OPTION_NAMES})
@@ -117,7 +115,7 @@ def _close_after(loader: Any) -> Generator[None]:
 _LONGER = 1000  # the assumed length of an epoch, in lengths of a run that ends within it
 
 
-def measure(make: Callable[[], Any], job: Job, note: Callable[[str], None]) -> dict[str, Any]:
+def measure(make: Callable[[], Any], job: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any] | UserFailure:
     """Carry out a job, and return its result in plain values.
 
     Args:
@@ -142,7 +140,7 @@ def measure(make: Callable[[], Any], job: Job, note: Callable[[str], None]) -> d
                 if isinstance(loader, DataLoader) and rate.rate:
                     result |= _explain_rate(loader, rate)
     except Exception as error:
-        return {"error": described(error)}
+        return UserFailure.of(error)
     return result
 
 

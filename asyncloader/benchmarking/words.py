@@ -25,7 +25,7 @@ def loader(outcome: Outcome) -> Finding:
     """Describe the loader that is measured."""
     facts = outcome.facts
     kind = "iterable" if facts["iterable"] else "map"
-    text = f"{facts['class']}, {kind} dataset, {outcome.given.setting}"
+    text = f"{facts['name']}, {kind} dataset, {outcome.given.setting}"
     if facts["batch_size"]:
         text += f", batch_size={facts['batch_size']}"
     if facts["batches"] is not None:

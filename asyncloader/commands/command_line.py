@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     show = checkpoint.add_subparsers(dest="action", required=True).add_parser("show", help="in words")
     show.add_argument("file", type=Path, help="a checkpoint of torch.save, or JSON, that has loaders' states in it")
     verify = commands.add_parser(
-        "verify", help="disturb a loader, compare its batches, and name what makes them differ"
+        "verify", help="disturb a loader, compare its batches, and name the batch and field that differ"
     )
     verify.add_argument("--seed", type=int, default=0, help="of the drawn disturbances; default 0")
     verify.add_argument(

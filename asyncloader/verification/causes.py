@@ -1,370 +1,172 @@
-"""Experiments that find why batches differ: values that are kept between samples, entropy, handles, parts of a set-up.
+"""Finds what makes batches differ, where that is cheap: draws from the process's generators, handles that cross a fork,
+and parts that cannot be pickled.
 
-Data path: job -> [causes: making, watching] -> the process that reports. In a process of its own; experiments that
-would disturb each other run in forks of it.
+Data path: job -> [causes: target -> loader] -> the process that reports. In a process of its own, whose functions of
+numpy are replaced.
+
+The loader is read without workers, under a profile function: it is told of each call of C code, and asks whether that
+drew, or used a handle.
 """
 
 from __future__ import annotations
 
-import base64
-import faulthandler
-import functools
-import importlib
-import json
-import os
-import pickle
+import gc
+import io
 import random
-import tempfile
-from collections.abc import Callable, Iterator
+import socket
+import sqlite3
+import sys
+import threading
+from collections.abc import Callable, Generator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from asyncloader.errors import text_of
-from asyncloader.verification.objects import (
-    Kept,
-    SharedHandle,
-    copied,
-    handles,
-    kept,
-    parts,
-    snapshot,
-    unpicklable,
-)
-from asyncloader.verification.runs import Job, opened, read_before
-from asyncloader.verification.sources import Sources
-from asyncloader.verification.tokens import leaves, state_of_generator, token
-from asyncloader.verification.user_code import CodeLine, definition_of, rank
-from asyncloader.verification.watching import changes, record, uses
+from asyncloader.plain_context import plain_context
+from asyncloader.verification.runs import RunJob, opened
+from asyncloader.verification.user_code import CodeLine, line_of_definition, line_of_frame
+from asyncloader.workers.fetch.seeding import current_sample
+from asyncloader.workers.setup_payload import find_unpicklable
 
-_MOST_CANDIDATES = 12
+_MOST_DRAWS = 50
+_DEEPEST = 5  # of the attributes and containers in which an unpicklable part is looked for
+_rand: Any = torch.rand
+_TORCH = _rand.__self__  # which all of its functions belong to
+_RANDOM: Any = random._inst
+_NUMPY: Any = np.random.mtrand._rand
 
 
-class ExperimentFailed(RuntimeError):
-    """User code, or the experiment, raised in a fork."""
+class SearchJob(NamedTuple):
+    """Asks for the causes in the first batches."""
+
+    batches: int
 
 
-def in_fork(experiment: Callable[[], Any], seconds: float) -> Any:
-    """Run an experiment in a fork of this process, and return its result; a text with its stacks if it takes longer.
+class Draw(NamedTuple):
+    """A line that draws from a generator of the process; `in_sample`: while the loader makes a sample."""
 
-    Raises:
-        ExperimentFailed: it raised, or the fork died.
+    generator: str
+    line: CodeLine
+    in_sample: bool
+
+
+@dataclass
+class Causes:
+    """What was found.
+
+    Attributes:
+        draws: the lines that draw.
+        handles: the lines that use a handle which was open when the workers would start, by its kind.
+        unpicklable: a part that spawned workers cannot get, in words, and where it is defined.
     """
-    # No pipe: a process that user code has started may hold its end open.
-    with tempfile.TemporaryFile() as stacks, tempfile.TemporaryFile() as results:
-        pid = os.fork()
-        if not pid:
-            try:
-                me = os.getpid()
-                faulthandler.dump_traceback_later(seconds, exit=True, file=stacks.fileno())
-                try:
-                    result = {"value": experiment()}
-                except BaseException as error:  # the fork must not go on as its parent does
-                    result = {"error": f"{type(error).__name__}: {text_of(error)}"}
-                faulthandler.cancel_dump_traceback_later()
-                if os.getpid() == me:  # else a fork that user code has made came back, too
-                    results.write(json.dumps(result).encode())
-                    results.flush()
-            finally:
-                os._exit(0)
-        with suppress(ChildProcessError):  # user code ignores SIGCHLD, so that the system has taken the status
-            os.waitpid(pid, 0)
-        results.seek(0)
-        text = results.read()
-        if text:
-            result = json.loads(text)
-            if "error" in result:
-                raise ExperimentFailed(result["error"])
-            return result["value"]
-        stacks.seek(0)
-        found = stacks.read(100_000).decode(errors="replace")
-        if not found:
-            raise ExperimentFailed("the process of the experiment died")
-        return found
+
+    draws: list[Draw] = field(default_factory=list)
+    handles: dict[str, CodeLine] = field(default_factory=dict)
+    unpicklable: tuple[str, CodeLine | None] | None = None
 
 
-# -------------------------------------------------------------------------------- values that are kept
-
-
-def state(make: Callable[[], Any], job: Job) -> dict[str, Any]:
-    """Find the kept value on which a batch depends, and the line that changes it.
-
-    Args:
-        make: the user's function.
-        job: ``at``: the batch's number; ``passes``: 2 if it differs when an epoch was read before, as ``kind`` says.
-    """
-    seconds = job["seconds"]
-    before, after = in_fork(lambda: _snapshots(make, job), seconds)
-    paths = sorted((path for path in after if before.get(path) != after[path]), key=len)
-    wanted = in_fork(lambda: _batch(make, job, None), seconds)
-
-    def matters(path: str) -> bool:
-        try:
-            got = in_fork(lambda: _batch(make, job, path), seconds)
-        except ExperimentFailed:  # the value cannot be copied, or nothing works without it
-            return False
-        return isinstance(got, dict) and got != wanted
-
-    found = next(filter(matters, paths[:_MOST_CANDIDATES]), None)
-    lines: Any = []
-    if found is not None:
-        inner = [path for path in paths if path.startswith((f"{found}.", f"{found}["))]
-        found = next(filter(matters, inner[: -_MOST_CANDIDATES - 1 : -1]), found)
-        lines = in_fork(lambda: _writers(make, job, found), seconds)
-    return {"path": found, "lines": lines if isinstance(lines, list) else [], "changed": paths[:20]}
-
-
-def _snapshots(make: Callable[[], Any], job: Job) -> list[dict[str, str]]:
-    loader = opened(make, job)
-    roots = parts(loader)
-    before = snapshot(roots)
-    batches = until(loader, job)
-    after = snapshot(roots)
-    del batches
-    return [before, after]
-
-
-def _batch(make: Callable[[], Any], job: Job, path: str | None) -> dict[str, str]:
-    """Return the batch; with the value at the path put back to its beginning just before."""
-    loader = opened(make, job)
-    held = None if path is None else _at(loader, path)
-    saved = None if held is None else copied(held.get())
-    batches = until(loader, job)
-    if held is not None:
-        _restore(held, saved)
-    return leaves(next(batches))
-
-
-def _writers(make: Callable[[], Any], job: Job, path: str) -> list[Any]:
-    loader = opened(make, job)
-    held = _at(loader, path)
-    if held is None:
-        return []
-    with changes(lambda: token(held.get(), 3)) as lines:
-        next(until(loader, job), None)
-    return [list(each) for each in lines[:5]]
-
-
-def _at(loader: Any, path: str) -> Kept | None:
-    return next((each for each in kept(parts(loader)) if each.path == path), None)
-
-
-def until(loader: Any, job: Job) -> Iterator[Any]:
-    """Return an iterator that stands before the job's batch."""
-    if job.get("passes") == 2:
-        for _ in read_before(loader, job["kind"], job["batches"]):
-            pass
-    batches: Iterator[Any] = iter(loader)
-    for _ in range(job["at"]):
-        next(batches)
-    return batches
-
-
-def _restore(held: Kept, saved: Any) -> None:
-    """Put a value back in place, so that every holder of the object sees it."""
-    value = held.get()
-    if isinstance(value, torch.Tensor) and value.shape == getattr(saved, "shape", None):
-        value.detach().copy_(saved)
-    elif isinstance(value, np.ndarray) and value.flags.writeable and value.shape == np.shape(saved):
-        value[...] = saved
-    elif isinstance(value, list):
-        value[:] = saved
-    elif isinstance(value, dict | set):
-        value.clear()
-        value.update(saved)
-    elif isinstance(value, functools._lru_cache_wrapper):
-        value.cache_clear()
-    elif isinstance(value, random.Random):
-        value.setstate(saved.getstate())
-    elif isinstance(value, torch.Generator):
-        value.set_state(saved.get_state())
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = saved.bit_generator.state
-    elif isinstance(value, np.random.RandomState):
-        value.set_state(saved.get_state())
-    else:
-        held.set(saved)
-
-
-def kept_values(make: Callable[[], Any], job: Job) -> dict[str, Any]:
-    """Return the tokens of all kept values after ``at`` batches, from the beginning or from a state, and where the
-    dataset's and the sampler's `state_dict` are defined.
-    """
-    loader = opened(make, job)
-    if job.get("state") is not None:
-        loader.load_state_dict(pickle.loads(base64.b64decode(job["state"])))
-    batches = iter(loader)
-    for _ in range(job["at"]):
-        next(batches)
-    roots = parts(loader)
-    places = {}
-    for name in ("dataset", "sampler", "batch_sampler"):
-        method = getattr(type(roots.get(name)), "state_dict", None) or getattr(type(roots.get(name)), "__iter__", None)
-        place = None if method is None else definition_of(method)
-        if place is not None and rank(place.file):
-            places[name] = list(place)
-    return {"kept": snapshot(roots), "places": places}
-
-
-def aliasing(make: Callable[[], Any], job: Job) -> list[Any]:
-    """Return the lines that change a batch which was delivered before."""
-
-    def experiment() -> list[Any]:
-        loader = opened(make, job)
-        batches = iter(loader)
-        batch = None
-        for _ in range(job["at"] + 1):
-            batch = next(batches)
-        with changes(lambda: token(batch, 6)) as lines:
-            next(batches, None)
-        return [list(each) for each in lines]
-
-    found = in_fork(experiment, job["seconds"])
-    return found if isinstance(found, list) else []
-
-
-def length(make: Callable[[], Any], job: Job) -> list[Any]:
-    """Return the lines that change the dataset's length."""
-
-    def experiment() -> list[Any]:
-        loader = opened(make, job)
-        dataset: Any = loader.dataset
-        with changes(lambda: len(dataset)) as lines:
-            for _ in islice(loader, job["batches"]):
+def search(make: Callable[[], Any], job: SearchJob) -> Causes:
+    """Read some batches, and return the causes that were seen meanwhile."""
+    watch = _Watch()
+    with watch.watching():
+        loader = opened(make, RunJob(batches=job.batches, seconds=0))
+        watch.open, watch.found.unpicklable = _open_handles(), _unpicklable(loader)  # now: samples may open more
+        with suppress(Exception):  # a run says what was raised
+            for _ in islice(loader, job.batches):
                 pass
-        return [list(each) for each in lines]
-
-    found = in_fork(experiment, job["seconds"])
-    return found if isinstance(found, list) else []
+    return watch.found
 
 
-# ------------------------------------------------------------------------------------ entropy, and traces
+def _unpicklable(loader: Any) -> tuple[str, CodeLine | None] | None:
+    for name in ("dataset", "collate_fn", "worker_init_fn"):
+        path, value = find_unpicklable(name, getattr(loader, name), _DEEPEST)
+        if path is not None:
+            return f"{path}, a {type(value).__qualname__}, cannot be pickled", line_of_definition(value)
+    return None
 
 
-def sites(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]:
-    """Return the lines that ask for entropy, and the batch; with all answers frozen but for those of ``thawed``
-    and those at the import.
-
-    Args:
-        make: the user's function.
-        job: ``thawed``: [name, file, line, function] of each; None: all answers are true.
-        sources: of this process.
-    """
-    thawed = job.get("thawed")
-    sources.thawed = None if thawed is None else {(each[0], CodeLine(*each[1:])) for each in thawed}
-    sources.active = True
-    with record() if job.get("trace") else _nothing() as events:
-        loader = opened(make, job)
-        batch = next(until(loader, job), None)
-    sources.active = False
-    found = [[name, *place] for name, place in sources.sites]
-    imported = [[name, *place] for name, place in sources.imported[:50]]
-    return {"sites": found[:50], "imported": imported, "leaves": leaves(batch), "events": events[:30_000]}
-
-
-class _nothing:  # noqa: N801 - as `contextlib.nullcontext`
-    def __enter__(self) -> list[Any]:
-        return []
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-# -------------------------------------------------------------------------- set-up: handles, pickles, seeds
-
-
-def setup(make: Callable[[], Any], job: Job, sources: Sources) -> dict[str, Any]:
-    """Look at the objects that the workers get: the part that does not pickle, handles that forked workers use, and
-    whether `worker_init_fn` seeds all workers alike.
-    """
-    loader = opened(make, job)
-    roots = parts(loader)
-    refused = unpicklable(roots)
-    found: dict[str, Any] = {"unpicklable": None, "handles": [], "seeds": None}
-    if refused is not None:
-        place = refused.place or sources.opened.get(id(refused.value))
-        found["unpicklable"] = [refused.path, refused.what, refused.why, None if place is None else list(place)]
-    where = definition_of(loader.worker_init_fn) if loader.worker_init_fn is not None else None
-    found["init_place"] = None if where is None else list(where)
-    there = handles(roots)
-    if there:
-        found["handles"] = _used(loader, there, job, sources)
-    if loader.worker_init_fn is not None and "worker_init_fn" in roots:
-        found["seeds"] = _equal_seeds(loader, job)
+def _open_handles() -> dict[int, tuple[str, Any]]:
+    """Return the open files, sockets and connections of this process, and their kinds, by their ids."""
+    found: dict[int, tuple[str, Any]] = {}
+    for each in gc.get_objects():
+        kind = type(each)  # never `isinstance`, which asks objects that pretend to be others
+        if issubclass(kind, io.IOBase) and not issubclass(kind, io.BytesIO | io.StringIO) and not each.closed:
+            found[id(each)] = "an open file", each
+        elif issubclass(kind, socket.socket):
+            found[id(each)] = "an open socket", each
+        elif issubclass(kind, sqlite3.Connection | sqlite3.Cursor):
+            found[id(each)] = "an open connection of sqlite3", each
     return found
 
 
-def _used(loader: Any, there: list[SharedHandle], job: Job, sources: Sources) -> list[Any]:
-    """Return the handles that samples use in a forked process: path, kind, line, and where it was opened."""
-    held = {id(each.value) for each in there if each.kind == "a lock" and _is_held(each.value)}
-    if all(each.kind == "a lock" and id(each.value) not in held for each in there):
-        return []
-    before = {id(each.value): _offset(each.value) for each in there}
+class _Watch:
+    """A profile function that notes the user's lines.
 
-    def experiment() -> dict[str, Any]:
-        with uses(each.value for each in there) as found:
-            for _ in islice(loader, min(3, job["batches"])):
-                pass
-        return {str(key): list(place) for key, place in found.items()}
+    Attributes:
+        found: what was seen.
+        open: the handles that are looked at: kept, so that no other object gets the id of one.
+    """
 
-    used = in_fork(experiment, job["seconds"])
-    result = []
-    for each in there:
-        opened_at = sources.opened.get(id(each.value))
-        where = None if opened_at is None else list(opened_at)
-        place = used.get(str(id(each.value))) if isinstance(used, dict) else None
-        if each.kind == "a lock":
-            if id(each.value) in held and isinstance(used, str):
-                result.append([each.path, "a lock that another thread holds", used, where])
-        elif each.kind == "an open file":
-            if before[id(each.value)] != _offset(each.value):
-                result.append([each.path, each.kind, place, where])
-        elif place is not None:
-            result.append([each.path, each.kind, place, where])
-    return result
+    def __init__(self) -> None:
+        self.found = Causes()
+        self.open: dict[int, tuple[str, Any]] = {}
+        self._mark = 0
 
+    @plain_context
+    def watching(self) -> Generator[None]:
+        """Context in which this thread, and those that it starts, are watched."""
+        for name, function in list(vars(np.random).items()):  # which profile functions do not see
+            if getattr(function, "__self__", None) is _NUMPY and name not in ("seed", "get_state", "set_state"):
+                setattr(np.random, name, self._noted(function))
+        threading.setprofile(self._profile)
+        sys.setprofile(self._profile)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
 
-def _is_held(lock: Any) -> bool:
-    if lock.acquire(blocking=False):
-        lock.release()
-        return False
-    return True
+    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            self._drew("numpy.random", sys._getframe(1))
+            return function(*args, **kwargs)
 
+        drawn.__name__ = drawn.__qualname__ = function.__name__
+        drawn.__module__ = "numpy.random"  # it is pickled by name
+        return drawn
 
-def _offset(value: Any) -> int | None:
-    """Return the position that all duplicates of a descriptor share, without the object's own buffer."""
-    try:
-        return os.lseek(value.fileno(), 0, os.SEEK_CUR)
-    except (OSError, AttributeError, ValueError):
-        return None
+    def _profile(self, frame: FrameType, event: str, function: Any) -> None:
+        if event not in ("c_call", "c_return"):
+            return
+        owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+        if owner is _RANDOM:
+            if event == "c_return" and name in ("random", "getrandbits"):  # of which all draws are made
+                self._drew("random", frame)
+        elif owner is _TORCH or issubclass(type(owner), torch.Tensor):
+            mark, self._mark = self._mark, hash(torch.default_generator.get_state().numpy().tobytes())
+            if event == "c_return" and mark != self._mark:
+                self._drew("torch", frame)
+        elif event == "c_call" and (found := self.open.get(id(owner))) and _shares(found[0], name):
+            line = line_of_frame(frame)
+            # asyncloader's own are opened anew in a forked process.
+            if line is not None and not str(frame.f_globals.get("__name__")).startswith("asyncloader."):
+                self.found.handles.setdefault(found[0], line)
 
-
-def _equal_seeds(loader: Any, job: Job) -> Any:
-    """Return the generators that `worker_init_fn` leaves alike in all workers, with the lines that seed them."""
-
-    def begun(worker: int) -> dict[str, Any]:
-        seed = 1000 + worker
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        info: Any = importlib.import_module("torch.utils.data._utils.worker")
-        info._worker_info = info.WorkerInfo(id=worker, num_workers=2, seed=seed, dataset=loader.dataset)
-        with changes(_generators) as lines:
-            loader.worker_init_fn(worker)
-        return {"states": _generators(), "lines": [list(each) for each in lines]}
-
-    one, other = (in_fork(lambda number=number: begun(number), job["seconds"]) for number in range(2))  # type: ignore[misc]
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return None
-    names = ("random", "numpy.random", "torch")
-    same = [name for name, a, b in zip(names, one["states"], other["states"], strict=True) if a == b]
-    where = definition_of(loader.worker_init_fn)
-    return [same, one["lines"] or ([list(where)] if where else [])] if same else None
+    def _drew(self, generator: str, frame: FrameType) -> None:
+        line = line_of_frame(frame)
+        if line is not None and len(self.found.draws) < _MOST_DRAWS:
+            draw = Draw(generator, line, current_sample() is not None)
+            if draw not in self.found.draws:
+                self.found.draws.append(draw)
 
 
-def _generators() -> list[str | None]:
-    legacy: Any = np.random.mtrand._rand
-    inst: Any = random._inst
-    return [state_of_generator(each) for each in (inst, legacy, torch.default_generator)]
+def _shares(kind: str, method: str) -> bool:
+    """Whether a method depends on what processes share after a fork: of a file the position."""
+    if kind == "an open file":
+        return method.startswith(("read", "seek", "__next__"))
+    return method not in ("close", "fileno")

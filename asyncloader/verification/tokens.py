@@ -1,193 +1,95 @@
-"""Short texts that change when a value changes: of batches, of samples, and of all that a dataset keeps.
+"""Short texts that change when a batch changes, or a field of it, or a sample in it.
 
-Data path: batch, dataset -> [tokens] -> comparison.
+Data path: batch -> [tokens] -> comparison.
 """
 
 from __future__ import annotations
 
-import functools
-import io
-import itertools
-import random
-import sys
-import types
+import pickle
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-_MOST_BYTES = 16 << 20  # of an array; an array of at least twice that number is sampled down to about it
-_MOST_ITEMS = 1000
-_MOST_LEAVES = 64
-_READABLE = {"list_iterator", "range_iterator", "tuple_iterator"}  # iterators whose rest can be looked at
+_MOST_FIELDS = 64
+_DEEPEST = 5  # of containers whose parts are fields of their own
 
 
-def token(value: Any, depth: int = 4) -> str:
-    """Return a text that follows from a value alone: the order of a set, or the place of an object, is not in it."""
-    return format(zlib.crc32(_text(value, depth).encode("utf-8", "surrogatepass")), "08x")
-
-
-def _text(value: Any, depth: int) -> str:
-    match value:
-        case None | bool() | int() | float() | complex():
-            return repr(value)
-        case str():
-            return (
-                f"str:{value!r}"
-                if len(value) < 200
-                else f"str:{len(value)}:{zlib.crc32(value.encode('utf8', 'replace'))}"
-            )
-        case bytes() | bytearray():
-            return f"bytes:{len(value)}:{zlib.crc32(value)}"
-        case torch.Tensor():
-            return _tensor(value)
-        case np.ndarray() | np.generic():
-            return _array(np.asarray(value), depth)
-        case _:
-            pass
-    if (state := state_of_generator(value)) is not None:
-        return f"{type(value).__name__}:{state}"
-    if depth <= 0:
-        return type(value).__name__
-    inner = depth - 1
-    match value:
-        case Mapping():
-            items = itertools.islice(value.items(), _MOST_ITEMS)
-            return f"{len(value)}{{{','.join(f'{_text(k, inner)}={_text(v, inner)}' for k, v in items)}}}"
-        case list() | tuple():
-            return f"{type(value).__name__}:{len(value)}[{','.join(_text(v, inner) for v in value[:_MOST_ITEMS])}]"
-        case set() | frozenset():
-            return f"set:{len(value)}:{sorted(_text(v, inner) for v in itertools.islice(value, _MOST_ITEMS))}"
-        case types.ModuleType() | type() | types.FunctionType() | types.BuiltinFunctionType():
-            return getattr(value, "__qualname__", value.__name__)
-        case types.MethodType():
-            return f"{value.__func__.__qualname__}"
-        case io.IOBase():
-            return type(value).__name__
-        case functools._lru_cache_wrapper():
-            return f"{value.__qualname__}:{value.cache_info()}"
-        case itertools.count():
-            return repr(value)
-        case types.GeneratorType():
-            frame = value.gi_frame
-            return "ended" if frame is None else f"generator:{frame.f_lasti}:{_text(frame.f_locals, inner)}"
-        case _:
-            pass
-    if hasattr(type(value), "__array_interface__"):  # as of an image, whose pixels are no attribute
-        with suppress(Exception):
-            return f"{type(value).__qualname__}:{_array(np.asarray(value), depth)}"
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict):
-        return (
-            f"{type(value).__qualname__}({_text({k: own[k] for k in own if not k.startswith('_asyncloader')}, inner)})"
-        )
-    return f"{type(value).__qualname__}{_text_without_dictionary(value, depth)}"
-
-
-def _text_without_dictionary(value: Any, depth: int) -> str:
-    """Return a text of an object without a dictionary: the values of slots; of a class of Python's own what would be
-    pickled, such as what an iterator over a list has left; empty for another object, which may be large.
-    """
-    if hasattr(value, "__next__") and type(value).__name__ not in _READABLE:
-        return ""
-    names = [name for kind in type(value).__mro__ for name in _slots(kind) if hasattr(value, name)]
-    if names:
-        return _text({name: getattr(value, name) for name in names}, depth)
-    if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
-        return ""
+def token(value: Any) -> str:
+    """Return a text that follows from a value alone, and from its type only where it cannot be pickled."""
+    checksum = _Checksum()
+    pickler = _Pickler(checksum, 5)
+    pickler.fast = True  # equal values are equal, whether their parts are the same objects or not
     try:
-        reduced = value.__reduce_ex__(4)
-    except Exception:  # a lock, a file
-        return ""
-    if isinstance(reduced, str):
-        return reduced
-    # The arguments, the state; then the items of a list and of a dictionary, as iterators.
-    found = [list(itertools.islice(each, _MOST_ITEMS)) if hasattr(each, "__next__") else each for each in reduced[1:5]]
-    return _text(found, depth)
+        pickler.dump(value)
+    except Exception:  # a lock, a file, a cycle
+        return type(value).__qualname__
+    return f"{checksum.value:08x}"
 
 
-def _slots(kind: type) -> list[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [name for name in ((slots,) if isinstance(slots, str) else slots) if not name.startswith("__")]
+class _Checksum:
+    """A file of which the checksum is kept."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def write(self, data: Any) -> None:
+        self.value = zlib.crc32(data, self.value)
 
 
-def state_of_generator(value: Any) -> str | None:
-    """Return the state of a random generator as a text; None: the value is no generator."""
-    if isinstance(value, random.Random):
-        try:
-            return str(zlib.crc32(repr(value.getstate()).encode()))
-        except NotImplementedError:  # the operating system's
-            return "system"
-    if isinstance(value, np.random.Generator | np.random.RandomState):
-        holder = getattr(value, "bit_generator", None) or value._bit_generator  # type: ignore[union-attr]
-        return str(zlib.crc32(repr(holder.state).encode()))
-    if isinstance(value, torch.Generator):
-        return str(zlib.crc32(bytes(value.get_state().numpy())))
-    return None
+class _Pickler(pickle.Pickler):
+    """Has values of tensors and arrays in the place of their memory, which may be a part of a larger one."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """Return what is pickled for a value; `NotImplemented`: what is usual."""
+        if isinstance(value, torch.Tensor):
+            return _same, (_parts_of_tensor(value.detach()),)
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return _same, (str(value.dtype), value.shape, zlib.crc32(np.ascontiguousarray(value).tobytes()))
+        if hasattr(type(value), "__array_interface__"):  # as of an image, whose pixels may be no attribute
+            return _same, (type(value).__qualname__, np.asarray(value))
+        return NotImplemented
 
 
-def _tensor(value: torch.Tensor) -> str:
+def _same(*parts: Any) -> Any:
+    raise NotImplementedError  # nothing is unpickled
+
+
+def _parts_of_tensor(value: torch.Tensor) -> list[Any]:
     if value.is_nested:
-        return f"nested[{','.join(map(_tensor, value.unbind()))}]"
-    head = f"{value.dtype}{tuple(value.shape)}"
+        return [_parts_of_tensor(each) for each in value.unbind()]
+    head: list[Any] = [str(value.dtype), tuple(value.shape)]
     if value.device.type == "meta":
         return head
-    with torch.no_grad():
-        value = value.detach()
-        if value.layout not in (torch.strided, torch.sparse_coo):
-            value = value.to_sparse_coo() if value.is_sparse_csr else value.to_dense()
-        if value.layout == torch.sparse_coo:
-            whole = value.coalesce()
-            return f"{head}sparse:{_tensor(whole.indices())}:{_tensor(whole.values())}"
-        plain = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        return f"{head}:{_crc(plain.view(torch.uint8).numpy() if plain.numel() else np.empty(0, np.uint8))}"
+    if value.layout != torch.strided:
+        whole = (value if value.layout == torch.sparse_coo else value.to_sparse_coo()).coalesce()
+        return [*head, _parts_of_tensor(whole.indices()), _parts_of_tensor(whole.values())]
+    plain = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return [*head, zlib.crc32(plain.view(torch.uint8).numpy().data) if plain.numel() else 0]
 
 
-def _array(value: Any, depth: int) -> str:
-    head = f"{value.dtype}{value.shape}"
-    if value.dtype.hasobject:
-        return f"{head}{_text(value.reshape(-1)[:_MOST_ITEMS].tolist(), depth - 1)}" if depth > 0 else head
-    return f"{head}:{_crc(np.ascontiguousarray(value).reshape(-1).view(np.uint8))}"
-
-
-def _crc(data: Any) -> int:
-    if data.nbytes < 2 * _MOST_BYTES:
-        return zlib.crc32(data)
-    # An odd step: all bytes of each type's numbers are among those that are looked at.
-    sampled: Any = np.ascontiguousarray(data[:: data.nbytes // _MOST_BYTES | 1])
-    return zlib.crc32(sampled, zlib.crc32(data[:65536]))
-
-
-def leaves(batch: Any) -> dict[str, str]:
-    """Return the token of each part of a batch by its path, as ``[0]`` or ``['image']``: 64 parts, and the rest."""
+def fields(batch: Any) -> dict[str, str]:
+    """Return the token of each field of a batch by its path, as ``[0]`` or ``['image']``: 64 fields, and the rest."""
     found: dict[str, str] = {}
-    for number, (path, part) in enumerate(_parts(batch, "")):
-        name = (path or "the batch") if number < _MOST_LEAVES else "the rest"
-        found[name] = token([found[name], _whole(part)]) if name in found else _whole(part)
+    for number, (path, part) in enumerate(_fields(batch, "", _DEEPEST)):
+        name = (path or "the batch") if number < _MOST_FIELDS else "the rest"
+        found[name] = token([found.get(name), token(part)])
     return found
 
 
-def _whole(part: Any) -> str:
-    """Return the token of a part, with all elements of a long list."""
-    if not isinstance(part, list | tuple) or len(part) <= _MOST_ITEMS:
-        return token(part)
-    return token([token(part[first : first + _MOST_ITEMS]) for first in range(0, len(part), _MOST_ITEMS)])
-
-
-def _parts(value: Any, path: str, depth: int = 5) -> Iterator[tuple[str, Any]]:
+def _fields(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
     if depth and isinstance(value, Mapping):
         for key, inner in value.items():
             # The text of another object may have its place in memory, which differs between processes.
             name = repr(key) if isinstance(key, str | bytes | int | float) else f"{type(key).__name__} {token(key)}"
-            yield from _parts(inner, f"{path}[{name}]", depth - 1)
-    elif depth and isinstance(value, list | tuple) and len(value) <= _MOST_LEAVES:
+            yield from _fields(inner, f"{path}[{name}]", depth - 1)
+    elif depth and isinstance(value, list | tuple) and len(value) <= _MOST_FIELDS:
         for number, inner in enumerate(value):
-            yield from _parts(inner, f"{path}[{number}]", depth - 1)
+            yield from _fields(inner, f"{path}[{number}]", depth - 1)
     else:
-        yield path, value
+        yield path, sorted(map(token, value)) if isinstance(value, set | frozenset) else value
 
 
 def rows(batch: Any) -> list[str] | None:
@@ -195,12 +97,10 @@ def rows(batch: Any) -> list[str] | None:
     columns: list[Any] = []
 
     def collect(value: Any) -> bool:
-        if isinstance(value, torch.Tensor) and value.dim():
-            columns.append(value)
-            return True
         if isinstance(value, Mapping):
             return all(map(collect, value.values()))
-        if isinstance(value, list | tuple) and value and all(isinstance(each, str | bytes) for each in value):
+        texts = isinstance(value, list | tuple) and value and all(isinstance(each, str | bytes) for each in value)
+        if texts or (isinstance(value, torch.Tensor) and value.dim()):
             columns.append(value)
             return True
         return isinstance(value, list | tuple) and all(map(collect, value))

@@ -1,17 +1,13 @@
-"""Loaders with a fault each. The line to be named has the comment ``fault: <name>``, which is the function's name."""
+"""Loaders with a fault each. The line to be named, if any, has the comment ``fault: <name>``: the function's name."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import secrets
 import socket
 import sqlite3
 import tempfile
-import threading
-import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +41,7 @@ def loader(dataset: Any, **options: Any) -> Any:
 
 class Urandom(Rows):
     def __getitem__(self, index: int) -> Any:
-        noise = os.urandom(1)[0]  # fault: urandom
+        noise = os.urandom(1)[0]
         return torch.tensor([index, noise])
 
 
@@ -53,24 +49,9 @@ def urandom() -> Any:
     return loader(Urandom())
 
 
-class Clock(Rows):
-    def __init__(self) -> None:
-        self.made = time.time()  # kept, and of no consequence
-        self.log: list[Any] = []
-
-    def __getitem__(self, index: int) -> Any:
-        self.log = [(uuid.uuid4().hex, time.monotonic())]  # of no consequence, either
-        jitter = time.perf_counter() % 1  # fault: clock
-        return torch.tensor([index, jitter], dtype=torch.float64)
-
-
-def clock() -> Any:
-    return loader(Clock())
-
-
 class Unseeded(Rows):
     def __getitem__(self, index: int) -> Any:
-        rng = np.random.default_rng()  # fault: unseeded
+        rng = np.random.default_rng()
         return torch.tensor([index, rng.integers(1 << 30)])
 
 
@@ -78,24 +59,10 @@ def unseeded() -> Any:
     return loader(Unseeded())
 
 
-class Secret(Rows):
-    def __init__(self) -> None:
-        self.order = list(range(32))
-        self.rng = random.Random()  # fault: secret
-        self.rng.shuffle(self.order)
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([self.order[index]])
-
-
-def secret() -> Any:
-    return loader(Secret())
-
-
 class HashOrder(Rows):
     def __init__(self) -> None:
         names = {f"name-{number}" for number in range(32)}
-        self.names = list(names)  # fault: hash_order
+        self.names = list(names)
 
     def __getitem__(self, index: int) -> Any:
         return self.names[index]
@@ -103,21 +70,6 @@ class HashOrder(Rows):
 
 def hash_order() -> Any:
     return loader(HashOrder())
-
-
-class FolderOrder(Rows):
-    def __init__(self) -> None:
-        folder = Path(tempfile.mkdtemp())
-        for number in range(32):
-            (folder / f"{number:02}").write_bytes(bytes([number]))
-        self.files = list(folder.iterdir())  # fault: folder_order
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.tensor([self.files[index].read_bytes()[0]])
-
-
-def folder_order() -> Any:
-    return loader(FolderOrder())
 
 
 class Awaiting(Rows):
@@ -139,34 +91,12 @@ class Counting(Rows):
         self.seen = 0
 
     def __getitem__(self, index: int) -> Any:
-        self.seen += 1  # fault: cursor
+        self.seen += 1
         return torch.tensor([index, self.seen])
 
 
 def cursor() -> Any:
     return loader(Counting())
-
-
-class Augment:
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(7)
-
-    def __call__(self, value: Any) -> Any:
-        return value + self.rng.normal()  # fault: own_generator
-
-
-class Augmented(Rows):
-    def __init__(self) -> None:
-        self.transform = Augment()
-        self.cache: dict[int, Any] = {}  # of no consequence
-
-    def __getitem__(self, index: int) -> Any:
-        self.cache[index] = index
-        return self.transform(super().__getitem__(index).double())
-
-
-def own_generator() -> Any:
-    return loader(Augmented(), shuffle=True)
 
 
 class Remembered(Rows):
@@ -175,7 +105,7 @@ class Remembered(Rows):
 
     def __getitem__(self, index: int) -> Any:
         if index not in self.cache:
-            self.cache[index] = super().__getitem__(index) + torch.rand(2)  # fault: augmented_cache
+            self.cache[index] = super().__getitem__(index) + torch.rand(2)
         return self.cache[index]
 
 
@@ -183,79 +113,17 @@ def augmented_cache() -> Any:
     return loader(Remembered())
 
 
-HISTORY: list[int] = []
-
-
-class Remembering(Rows):
-    def __getitem__(self, index: int) -> Any:
-        HISTORY.append(index)  # fault: module_state
-        return torch.tensor([index, sum(HISTORY)])
-
-
-def module_state() -> Any:
-    return loader(Remembering())
-
-
-class InPlace(Rows):
-    def __init__(self) -> None:
-        self.data = np.arange(64, dtype=np.float64).reshape(32, 2)
-
-    def __getitem__(self, index: int) -> Any:
-        row = self.data[index]
-        row *= 2  # fault: in_place
-        return torch.from_numpy(row.copy())
-
-
-def in_place() -> Any:
-    return loader(InPlace())
-
-
-def mutating_collate(samples: list[Any]) -> Any:
-    for sample in samples:
-        sample.add_(1)  # fault: collate_mutates
-    return torch.stack(samples)
-
-
-class Views(Rows):
-    def __init__(self) -> None:
-        self.data = torch.arange(32)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.data[index]
-
-
-def collate_mutates() -> Any:
-    return loader(Views(), collate_fn=mutating_collate)
-
-
 class Buffered:
     def __init__(self) -> None:
         self.buffer = torch.zeros(4, 2, dtype=torch.int64)
 
     def __call__(self, samples: list[Any]) -> Any:
-        torch.stack(samples, out=self.buffer)  # fault: collate_aliases
+        torch.stack(samples, out=self.buffer)
         return self.buffer
 
 
 def collate_aliases() -> Any:
     return loader(Rows(), collate_fn=Buffered())
-
-
-class Growing(Rows):
-    def __init__(self) -> None:
-        self.items = list(range(32))
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 5:
-            self.items.append(len(self.items))  # fault: growing
-        return torch.tensor([index])
-
-
-def growing() -> Any:
-    return loader(Growing())
 
 
 # ------------------------------------------------------------------------------------- the workers' set-up
@@ -293,8 +161,8 @@ class Socket(Rows):
         self.ours, self.theirs = socket.socketpair()
 
     def __getitem__(self, index: int) -> Any:
-        self.theirs.send(bytes([index]))
-        return torch.tensor([index, self.ours.recv(1)[0]])  # fault: open_socket
+        self.theirs.send(bytes([index]))  # fault: open_socket
+        return torch.tensor([index, self.ours.recv(1)[0]])
 
 
 def open_socket() -> Any:
@@ -316,40 +184,6 @@ def database() -> Any:
     return loader(Database())
 
 
-class Locked(Rows):
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        held, done = threading.Event(), threading.Event()
-
-        def hold() -> None:
-            with self.lock:
-                held.set()
-                done.wait()
-
-        threading.Thread(target=hold, daemon=True).start()
-        held.wait()
-        self.release = done.set
-
-    def __getitem__(self, index: int) -> Any:
-        if get_worker_info() is None:
-            self.release()  # as soon as the main process needs it
-        with self.lock:  # fault: held_lock
-            return torch.tensor([index])
-
-
-def held_lock() -> Any:
-    return loader(Locked())
-
-
-def seed_alike(worker: int) -> None:
-    del worker
-    np.random.seed(0)  # fault: same_seeds
-
-
-def same_seeds() -> Any:
-    return loader(Rows(), worker_init_fn=seed_alike)
-
-
 # --------------------------------------------------------------------------------- order, ranks, positions
 
 
@@ -359,7 +193,7 @@ class FreshOrder(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         generator = torch.Generator()
-        generator.manual_seed(secrets.randbits(32))  # fault: fresh_order
+        generator.manual_seed(secrets.randbits(32))
         return iter(torch.randperm(32, generator=generator).tolist())
 
 
@@ -367,28 +201,11 @@ def fresh_order() -> Any:
     return loader(Rows(), sampler=FreshOrder())
 
 
-class GoingOn(Sampler[int]):
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def __len__(self) -> int:
-        return 32
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch += 1  # fault: going_on
-        generator = torch.Generator().manual_seed(self.epoch)
-        return iter(torch.randperm(32, generator=generator).tolist())
-
-
-def going_on() -> Any:
-    return asyncloader.DataLoader(Rows(), batch_size=4, num_workers=2, sampler=GoingOn(), seed=1)
-
-
 class ByRank(Sampler[int]):
     def __len__(self) -> int:
         return 32
 
-    def __iter__(self) -> Iterator[int]:  # fault: by_rank
+    def __iter__(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
         return iter(torch.randperm(32, generator=generator).tolist())
 
@@ -409,7 +226,7 @@ class Forgetting(IterableDataset[Any]):
             yield torch.tensor([self.at, self.total])
         self.at = self.total = 0
 
-    def state_dict(self) -> dict[str, int]:  # fault: forgetting
+    def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -453,7 +270,7 @@ def by_worker() -> Any:
 
 
 class Undivided(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:  # fault: undivided
+    def __iter__(self) -> Iterator[Any]:
         return iter(torch.arange(64).reshape(32, 2))
 
 

@@ -4,7 +4,6 @@ worker threads. The lines to be named are marked as in `planted`.
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,9 +14,7 @@ import torch
 import asyncloader
 from tests.integration.verification.planted import Rows, loader
 
-UNUSED = random.random()  # drawn at import, and of no consequence
-OFFSET = random.random()  # fault: at_import
-SALT = os.urandom(4).hex()  # fault: asked_at_import
+OFFSET = random.random()
 
 
 class Imported(Rows):
@@ -32,10 +29,6 @@ class Imported(Rows):
 
 def at_import() -> Any:
     return loader(Imported(OFFSET))
-
-
-def asked_at_import() -> Any:
-    return loader(Imported(SALT))
 
 
 class Streaming:

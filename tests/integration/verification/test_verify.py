@@ -1,4 +1,4 @@
-"""`asyncloader verify`: planted faults are named by their lines, sound loaders have none, and nothing stays behind.
+"""`asyncloader verify`: planted faults are found, sound loaders have none, and nothing stays behind.
 
 An interpreter imports torch, for seconds, so the tests share two. A fault is looked for until its problem comes.
 """
@@ -9,7 +9,6 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -25,48 +24,42 @@ from asyncloader.__main__ import main
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification import verify as verify_module
+from asyncloader.verification.disturbances import LoaderFacts, disturbances
 from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.junit import as_junit
-from asyncloader.verification.making import CannotVerify, import_target, made
-from asyncloader.verification.plan import LoaderFacts, disturbances
-from asyncloader.verification.runs import _kill_worker, described, run
+from asyncloader.verification.runs import RunJob, _kill_worker, run
+from asyncloader.verification.target import CannotVerify, import_target, make_loader
+from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import Verification, verify
-from tests.helpers.running import PATIENCE_S, ROOT
+from tests.helpers.running import ROOT, Deaths
 from tests.integration.verification import awkward, chosen, planted, planted_draws
 
 AWKWARD = Path(awkward.__file__)
-FAULTS = {
-    "urandom": "random numbers",
-    "clock": "random numbers",
-    "unseeded": "random numbers",
-    "secret": "random numbers",
-    "hash_order": "random numbers",
-    "folder_order": "random numbers",
+WITH_A_LINE = {
     "asynchronous": "random numbers",
-    "at_import": "random numbers",
-    "asked_at_import": "random numbers",
     "yielded": "random numbers",
     "in_threads": "random numbers",
     "refused_in_threads": "random numbers",
-    "cursor": "kept state",
-    "own_generator": "kept state",
-    "augmented_cache": "kept state",
-    "module_state": "kept state",
-    "in_place": "kept state",
-    "collate_mutates": "kept state",
-    "collate_aliases": "aliased batches",
-    "growing": "length",
     "lambda_field": "pickling",
     "open_file": "handles",
     "open_socket": "handles",
     "database": "handles",
-    "held_lock": "handles",
-    "same_seeds": "worker_init_fn",
-    "fresh_order": "random numbers",
-    "going_on": "kept state",
-    "by_rank": "ranks",
-    "forgetting": "resume",
-    "undivided": "duplicates",
+}
+WITHOUT = {
+    "urandom": ("repeated run", 0, "(the batch) is another one in a second run"),
+    "unseeded": ("repeated run", 0, "a generator without a seed"),
+    "fresh_order": ("repeated run", 0, "in a second run"),
+    "hash_order": ("repeated run", 0, "in another process: it depends on the order of a set"),
+    "at_import": ("repeated run", 0, "drew or asked at its import"),
+    "cursor": ("bytes", 0, "with another epoch read before"),
+    "augmented_cache": ("bytes", 0, "with another epoch read before"),
+    "by_worker": ("bytes", 0, "with 2 workers (fork)"),
+    "lengthening": ("bytes", 8, "goes on behind its 8 batches"),
+    "collate_aliases": ("aliased batches", 0, "changed after it was delivered"),
+    "undivided": ("duplicates", None, "each of 2 workers gives the same samples"),
+    "by_rank": ("ranks", 0, "the joined batches of 2 ranks"),
+    "forgetting": ("resume", None, "resumed after batch"),
+    "ending": ("bytes", 7, "the epoch ended before it"),
 }
 
 pytestmark = pytest.mark.timeout(400)
@@ -104,39 +97,33 @@ def line_of(file: Path, name: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# fault: {name}"))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "cursor")) for name in FAULTS]
-)
-def test_a_planted_fault_is_named_by_its_line(name: str, verified: Verify) -> None:
-    """It is a problem of its kind, at the line that has it."""
-    *before, found = verified(name, kind=FAULTS[name])
-    assert (found.state, found.name) == ("problem", FAULTS[name]), found
-    others = [each.name for each in before if each.state == "problem"]
-    assert others == ["kept state"] * (name == "forgetting"), others
-    file = Path(str((planted if hasattr(planted, name) else planted_draws).__file__))
-    assert (found.figures.get("file"), found.figures.get("line")) == (
-        str(file.relative_to(Path.cwd())),
-        line_of(file, name),
-    ), found
-
-
 @pytest.mark.thorough
+@pytest.mark.parametrize("name", WITH_A_LINE)
+def test_a_cause_is_named_by_its_line(name: str, verified: Verify) -> None:
+    """Draws from the process's generators where nothing seeds them, parts that cannot be pickled, inherited handles."""
+    *before, found = verified(name, kind=WITH_A_LINE[name])
+    assert (found.state, found.name) == ("problem", WITH_A_LINE[name]), found
+    assert not [each.name for each in before if each.state == "problem"], before
+    file = Path(str((planted if hasattr(planted, name) else planted_draws).__file__))
+    place = str(file.relative_to(Path.cwd())), line_of(file, name)
+    assert (found.figures.get("file"), found.figures.get("line")) == place, found
+
+
 @pytest.mark.parametrize(
-    ("name", "batch", "texts"),
-    [
-        ("ending", 7, ["resumed after batch", "the epoch ended before it"]),
-        ("by_worker", 0, ["with 2 workers (fork)"]),
-        ("lengthening", 8, ["goes on behind its 8 batches"]),
-    ],
+    "name", [pytest.param(name, marks=[pytest.mark.thorough] * (name not in {"cursor", "urandom"})) for name in WITHOUT]
 )
-def test_faults_without_a_line(name: str, batch: int, texts: list[str], verified: Verify) -> None:
-    """Are problems, too: a stream that ends early after a resume, although each of its batches is the right one;
-    samples that depend on the worker, which are not put down to a worker_init_fn that the dataset needs; and a stream
-    with more batches when it is read again.
+def test_a_difference_is_named_by_batch_and_field(name: str, verified: Verify) -> None:
+    """With the run in which it was seen: of clocks and entropy, of what a dataset keeps between samples, of ends that
+    come early or late, of states and ranks.
     """
-    found = verified(name, kind="bytes")[-1]
-    assert (found.state, found.name, found.figures["batch"]) == ("problem", "bytes", batch), found
-    assert all(each in found.text for each in texts), found
+    kind, batch, text = WITHOUT[name]
+    found = verified(name, kind=kind)[-1]
+    if name == "ending":  # the epoch that is begun again differs first
+        assert any(each.figures.get("batch") == 7 and text in each.text for each in verified(name, kind="none"))
+        return
+    assert (found.state, found.name) == ("problem", kind), found
+    assert text in found.text, found
+    assert batch is None or found.figures["batch"] == batch, found
 
 
 @pytest.mark.thorough
@@ -168,14 +155,13 @@ def test_a_sound_loader_has_no_problem_in_any_drawn_run(name: str, verified: Ver
         ("raising", "make_loader", "RuntimeError: no data here"),
         ("unspeakable", "make_loader", "making the loader raised Unspeakable"),
         ("unparsed", "make_loader", "making the loader raised SyntaxError"),
-        ("deadly", "undisturbed run", "was killed by signal 9"),
         ("endless", "undisturbed run", "did not end in time"),
     ],
 )
 def test_a_loader_that_cannot_be_run(
     name: str, finding: str, text: str, verified: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The line that raised, ended its process, or never ends, is named."""
+    """The line that raised, or never ends, is named."""
     monkeypatch.setattr(verify_module, "_LEAST_CAP_S", 6.0)
     found = verified(name, 6.0)[-1]
     assert found.name == finding
@@ -191,7 +177,7 @@ def test_a_loader_that_cannot_be_run(
         (f"{AWKWARD}:needs", "needs arguments: root"),
         (f"{AWKWARD}:iterator", "return the loader, not an iterator"),
         (f"{AWKWARD}:nothing", "returned None: let it return the loader"),
-        (f"{AWKWARD}:kind", "returned a type, which is no DataLoader: call the class Rows"),
+        (f"{AWKWARD}:kind", "returned a type, which is not a DataLoader: call the class Rows"),
         (f"{'x' * 300}.py:make", "there is no file"),
         ("{folder}/train.v2.py:make", "has a dot before .py: rename the file"),
         (".relative:make", "is relative: give the whole name"),
@@ -209,7 +195,7 @@ def test_targets_that_make_no_loader(target: str, why: str, monkeypatch: pytest.
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "awkward", awkward)
     with pytest.raises(CannotVerify, match=why):
-        made(import_target(target), 0)
+        make_loader(import_target(target), 0)
 
 
 def test_a_module_that_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,24 +204,22 @@ def test_a_module_that_cannot_be_parsed(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "unparsed.py").write_text("def make():\n    return (\n")
     with pytest.raises(SyntaxError) as caught:
         import_target(f"{tmp_path}/unparsed.py:make")
-    found = verdict.broken("import", {"raised": described(caught.value)}, "importing the module")
-    assert found is not None
+    found = verdict.broken("import", UserFailure.of(caught.value), "importing the module")
     assert (found.figures["file"], found.figures["line"]) == (str(tmp_path / "unparsed.py"), 2)
 
 
-def test_a_process_that_ends_while_the_loader_is_made() -> None:
-    """Has noted nothing yet, and the sentence ends before that."""
-    found = verdict.broken("make_loader", {"died": 0, "stacks": "", "note": ""}, "making the loader")
-    assert found is not None
-    assert found.text == "making the loader: the process ended with exit code 0"
+@pytest.mark.thorough
+def test_a_process_that_is_killed(verified: Verify) -> None:
+    """The signal, and how far the run was."""
+    found = verified("deadly")[-1]
+    assert (found.name, found.state) == ("undisturbed run", "problem")
+    assert found.text.endswith("the process was killed by signal 9 while batch 1 was being made")
 
 
 @pytest.mark.parametrize(("name", "state"), [("make_loader", "problem"), ("disturbed run", "note")])
 def test_a_run_without_end_that_shows_no_line(name: str, state: str) -> None:
     """Is a problem, because nothing was verified, but for a disturbed run: the machine may be busy."""
-    found = verdict.broken(name, {"late": -6, "stacks": "", "note": ""}, "the run")
-    assert found is not None
-    assert found.state == state
+    assert verdict.broken(name, UserFailure("did not end in time", late=True), "the run").state == state
 
 
 @pytest.mark.parametrize("name", ["no/a.xml", "."])
@@ -272,8 +256,8 @@ def test_nothing_stays_behind(
 
 def test_a_slow_start_leaves_batches_to_compare() -> None:
     """The time of a run is counted from its first batch: two are read at least."""
-    found = run(awkward.sound, {"batches": 5, "seconds": 0.0}, lambda _: None)
-    assert (len(found["batches"]), found["error"]) == (2, None)
+    found = run(planted.cursor, RunJob(batches=5, seconds=0.0), lambda _: None)
+    assert (len(found.batches), found.failure) == (2, None)
 
 
 @pytest.mark.thorough
@@ -281,17 +265,17 @@ def test_a_slow_start_leaves_batches_to_compare() -> None:
 def test_nothing_goes_on_without_the_command(when: str, tmp_path: Path) -> None:
     """A server whose command was killed ends at once, though the user's code does not."""
     (tmp_path / "endless.py").write_text(
-        f"import threading\n\n\ndef make():\n    open({str(tmp_path / 'began')!r}, 'w').close()\n"
+        f"import os, threading\n\n\n"
+        f"def make():\n    open({str(tmp_path / 'began')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
         f"    threading.Event().wait()\n\n\n{'make()' if when == 'import' else ''}\n"
     )
     os.mkfifo(tmp_path / "began")
-    with Interpreter(f"{tmp_path}/endless.py:make", None) as interpreter:
-        if when == "run":
-            interpreter.ready(PATIENCE_S)
-            interpreter.send({"do": "look", "ambient": 0}, 600)
-        (tmp_path / "began").read_bytes()  # waits until it has begun
-        interpreter._socket.shutdown(socket.SHUT_RDWR)
-        assert interpreter._process.wait(PATIENCE_S) == (-signal.SIGIO if when == "import" else 0)
+    command = [sys.executable, "-m", "asyncloader", "verify", f"{tmp_path}/endless.py:make"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        with (tmp_path / "began").open() as began:
+            server = Deaths([int(began.readline())])  # waits until it has begun
+        running.kill()
+    server.wait()
 
 
 def test_only_a_worker_is_killed() -> None:
@@ -347,13 +331,15 @@ def test_draws_follow_from_the_seed() -> None:
     """The same seed draws the same runs, another seed others; a stream keeps its number of workers, threads are not
     killed, and a single batch has no place to resume from.
     """
-    facts = LoaderFacts(iterable=False, workers=2, methods=["fork", "spawn"], batches=9, ranks=True)
-    assert list(disturbances(facts, 1)) == list(disturbances(facts, 1)) != list(disturbances(facts, 2))
-    assert {each.kind for each in disturbances(facts, 1)} == {"again", "plain", "break", "kill", "resume", "ranks"}
+    facts = LoaderFacts("torch.DataLoader", False, False, False, 2, False, "fork", False, False, True)
+    ways = ["fork", "spawn"]
+    one, same, other = (list(disturbances(facts, ways, 9, seed)) for seed in (1, 1, 2))
+    assert one == same != other
+    assert {each.kind for each in one} == {"again", "plain", "break", "kill", "resume", "ranks"}
     stream = facts._replace(iterable=True, workers=3, ranks=False)
-    assert {each.workers for each in disturbances(stream, 1)} == {3}
-    assert "kill" not in {each.kind for each in disturbances(facts._replace(methods=["threads"]), 1)}
-    assert "resume" not in {each.kind for each in disturbances(facts._replace(batches=1), 1)}
+    assert {each.workers for each in disturbances(stream, ways, 9, 1)} == {3}
+    assert "kill" not in {each.kind for each in disturbances(facts, ["threads"], 9, 1)}
+    assert "resume" not in {each.kind for each in disturbances(facts, ways, 1, 1)}
 
 
 def test_junit() -> None:

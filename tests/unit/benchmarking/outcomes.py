@@ -9,7 +9,7 @@ from asyncloader.benchmarking.outcome import Compared, Contender, MeasuredRun, O
 from asyncloader.benchmarking.search_settings import Setting
 
 FACTS: dict[str, Any] = {
-    "class": "asyncloader.DataLoader",
+    "name": "asyncloader.DataLoader",
     "ours": True,
     "iterable": False,
     "assigned": False,

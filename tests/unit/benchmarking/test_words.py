@@ -49,7 +49,7 @@ def test_the_advice_has_cautions(best: Setting, facts: dict[str, Any], caution: 
 
 def test_torchs_loader_is_replaced_by_ours() -> None:
     """The advice names asyncloader's class, and the options to change, if any."""
-    mine = {"ours": False, "class": "torch.DataLoader"}
+    mine = {"ours": False, "name": "torch.DataLoader"}
     answer = words.setting(*outcome(Setting(8), FASTER, "faster", **mine))
     assert answer.advice == "use asyncloader.DataLoader with num_workers=8"
     assert answer.text.startswith("asyncloader.DataLoader, num_workers=8: 2.50 times")

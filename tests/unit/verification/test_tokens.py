@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.verification.tokens import leaves, token
+from asyncloader.verification.tokens import fields, token
 
 _DENSE = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
 with warnings.catch_warnings(action="ignore"):  # that these layouts are new in torch
@@ -73,8 +73,8 @@ class Image:
 )
 def test_parts_of_a_batch_that_differ(one: Any, other: Any) -> None:
     """Have other tokens, whatever their layout and however many they are; equal ones have the same."""
-    assert leaves({"x": one}) != leaves({"x": other})
-    assert leaves({"x": one}) == leaves({"x": one})
+    assert fields({"x": one}) != fields({"x": other})
+    assert fields({"x": one}) == fields({"x": one})
 
 
 def test_a_conjugated_tensor_is_its_values() -> None:

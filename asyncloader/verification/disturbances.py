@@ -1,6 +1,6 @@
 """Draws the disturbed runs of a loader from a seed. Pure.
 
-Data path: facts about the loader, seed -> [plan] -> runs.
+Data path: facts about the loader, seed -> [disturbances] -> runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,34 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 Kind = Literal["plain", "again", "break", "kill", "resume", "ranks"]
+
+
+class LoaderFacts(NamedTuple):
+    """What is known of the user's loader.
+
+    Attributes:
+        name: its package and class.
+        ours: whether it is one of asyncloader's.
+        seeded: whether it has ``seed=``.
+        iterable: whether the dataset is iterated: then the number of workers decides on the samples' order, and stays.
+        workers: their number.
+        threads: whether they are threads.
+        method: how worker processes are started.
+        asynchronous: whether samples are made concurrently, in coroutines.
+        stateful: whether the dataset has a `state_dict`.
+        ranks: whether its batches can be cut into those of two ranks.
+    """
+
+    name: str
+    ours: bool
+    seeded: bool
+    iterable: bool
+    workers: int
+    threads: bool
+    method: str
+    asynchronous: bool
+    stateful: bool
+    ranks: bool
 
 
 class Disturbance(NamedTuple):
@@ -48,50 +76,42 @@ class Disturbance(NamedTuple):
                 return f"2 ranks, {some} each"
 
 
-class LoaderFacts(NamedTuple):
-    """The facts that the draws depend on.
+def disturbances(
+    facts: LoaderFacts, methods: Sequence[str], batches: int, seed: int, most: int = 16
+) -> Iterator[Disturbance]:
+    """Yield the runs: each kind first, then drawn ones.
 
-    Attributes:
-        iterable: the dataset is iterated: the number of workers stays.
-        workers: that of the loader.
+    Args:
+        facts: about the loader.
         methods: start methods that the loader can be run with.
         batches: those of the undisturbed run.
-        ranks: whether the batches can be cut into two ranks.
+        seed: of the draws.
+        most: the number of runs.
     """
-
-    iterable: bool
-    workers: int
-    methods: Sequence[str]
-    batches: int
-    ranks: bool
-
-
-def disturbances(facts: LoaderFacts, seed: int, most: int = 16) -> Iterator[Disturbance]:
-    """Yield the runs: each kind first, then drawn ones."""
     rng = random.Random(f"asyncloader verify {seed}")
     counts = [facts.workers] if facts.iterable else [1, 2, 3]
     if facts.iterable and facts.workers <= 1:
         counts = [0, 1]  # the same stream
 
     def drawn(kind: Kind, method: str | None = None, workers: int | None = None) -> Disturbance:
-        at = rng.randrange(1, facts.batches) if facts.batches > 1 else 1
+        at = rng.randrange(1, batches) if batches > 1 else 1
         number = rng.choice(counts) if workers is None else workers
-        way = (method or rng.choice(facts.methods)) if number else None
+        way = (method or rng.choice(methods)) if number else None
         then = number if facts.iterable else rng.choice([0, *counts])
         return Disturbance(kind, number, way, at, then)
 
     several = facts.workers if facts.iterable else 2
     first = [drawn("again", workers=facts.workers if facts.iterable else 0)]
-    first += [drawn("plain", method, several) for method in facts.methods[:1]]
+    first += [drawn("plain", method, several) for method in methods[:1]]
     kinds: list[Kind] = ["break"]
-    if facts.batches > 1:
+    if batches > 1:
         kinds.append("resume")
-    if not facts.iterable and "threads" not in facts.methods:  # a stream goes on as from a state
+    if not facts.iterable and "threads" not in methods:  # a stream goes on as from a state
         kinds.append("kill")
     if facts.ranks:
         kinds.append("ranks")
-    first += [drawn(kind, facts.methods[0]) for kind in kinds]
-    first += [drawn("plain", method, several) for method in facts.methods[1:]]
+    first += [drawn(kind, methods[0]) for kind in kinds]
+    first += [drawn("plain", method, several) for method in methods[1:]]
     yield from first[:most]
     for _ in range(most - len(first)):
-        yield drawn(rng.choice(["plain", *kinds]), rng.choice([facts.methods[0], facts.methods[0], *facts.methods]))
+        yield drawn(rng.choice(["plain", *kinds]), rng.choice([methods[0], methods[0], *methods]))

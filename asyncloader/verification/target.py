@@ -1,16 +1,17 @@
 """Imports the user's function, calls it, and makes the loader that a run reads of the loader that it returns.
 
-Data path: module:make_loader -> [making] -> runs, causes. In processes of the verification only.
+Data path: module:make_loader -> [target] -> runs, causes. In the processes of `server` only.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.loader import DataLoader
 from asyncloader.options.auto_value import number_of
 from asyncloader.options.declaration import LoaderSpec
+from asyncloader.plain_context import plain_context
 from asyncloader.samplers.distributed import replicas
-from asyncloader.verification.user_code import CodeLine, place_of
+from asyncloader.verification.disturbances import LoaderFacts
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
 
@@ -31,12 +33,8 @@ class CannotVerify(ValueError):
     """The target makes no loader that can be verified. The text says why."""
 
 
-class IteratedAtImport(BaseException):  # no handler of the module's takes it
+class ReadAtImport(BaseException):  # no handler of the module's takes it
     """A loader was read while the user's module was being imported."""
-
-    def __init__(self, place: CodeLine | None) -> None:
-        super().__init__(place)
-        self.place = place
 
 
 def import_target(target: str) -> Callable[[], Any]:
@@ -44,7 +42,7 @@ def import_target(target: str) -> Callable[[], Any]:
 
     Raises:
         CannotVerify: the function does not exist, or it needs arguments.
-        IteratedAtImport: the module reads a loader while it is imported.
+        ReadAtImport: the module reads a loader while it is imported.
         Exception: whatever the module raises.
     """
     module_name, _, name = target.rpartition(":")
@@ -54,7 +52,7 @@ def import_target(target: str) -> Callable[[], Any]:
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         folder, module_name = file.parent, file.stem
-        if not _is_file(file):
+        if not os.path.isfile(file):  # noqa: PTH113 - which takes any name
             raise CannotVerify(f"{target!r}: there is no file {file}")
         if "." in module_name:
             raise CannotVerify(
@@ -64,23 +62,15 @@ def import_target(target: str) -> Callable[[], Any]:
         raise CannotVerify(f"{target!r} is relative: give the whole name of the module, or file.py:make_loader")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
-    kind: Any = torch.utils.data.DataLoader
-    plain = kind.__iter__
-
-    def refuse(_: Any) -> Any:
-        raise IteratedAtImport(place_of(sys._getframe(1)))
-
-    kind.__iter__ = refuse
     try:
-        found: Any = importlib.import_module(module_name)
+        with _no_loader_read():
+            found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise CannotVerify(
             f"{target!r}: there is no module {error.name!r} in {folder} or among the installed"
         ) from error
-    finally:
-        kind.__iter__ = plain
     other = getattr(found, "__file__", None)
     if file is not None and (other is None or Path(other).resolve() != file):
         where = other or "a module of Python itself"
@@ -89,18 +79,37 @@ def import_target(target: str) -> Callable[[], Any]:
         if not hasattr(found, part):
             raise CannotVerify(f"{target!r}: {getattr(found, '__name__', found)} has no {part!r}")
         found = getattr(found, part)
+    return _without_arguments(found, target)
+
+
+@plain_context
+def _no_loader_read() -> Generator[None]:
+    """Context in which reading a loader raises `ReadAtImport`."""
+    kind: Any = torch.utils.data.DataLoader
+    plain = kind.__iter__
+
+    def refuse(_: Any) -> Any:
+        raise ReadAtImport(
+            "a loader is read while the module is imported, as every spawned worker does again: put all but imports, "
+            'classes and functions under `if __name__ == "__main__":`'
+        )
+
+    kind.__iter__ = refuse
+    try:
+        yield
+    finally:
+        kind.__iter__ = plain
+
+
+def _without_arguments(found: Any, target: str) -> Callable[[], Any]:
+    """Return a function that can be called without arguments. Raises CannotVerify: it cannot."""
     if not callable(found):
         raise CannotVerify(f"{target!r} is a {type(found).__name__}: give a function that returns a loader")
     try:
-        signature = inspect.signature(found)
+        given = inspect.signature(found).parameters.values()
     except (ValueError, TypeError):  # of a function in C
         raise CannotVerify(f"{target!r} is a built-in: give a function of yours that returns a loader") from None
-    needed = [
-        each.name
-        for each in signature.parameters.values()
-        if each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-    ]
-    if needed:
+    if needed := [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
         raise CannotVerify(
             f"{target!r} needs arguments: {', '.join(needed)}. Give a function without any, which calls it with those "
             "to be verified"
@@ -108,14 +117,7 @@ def import_target(target: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except (OSError, ValueError):  # too long a name, or a folder that may not be entered
-        return False
-
-
-def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[Any]:
+def make_loader(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[Any]:
     """Call the user's function, and return the loader; an async loader's options.
 
     Args:
@@ -135,6 +137,8 @@ def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[A
     if isinstance(loader, AsyncDataLoader):
         loader = loader._spec
     if not isinstance(loader, torch.utils.data.DataLoader):
+        if given is None:
+            raise CannotVerify("the function returned None: let it return the loader")
         why = ""
         if hasattr(given, "__next__") or hasattr(given, "__anext__"):
             why = ": return the loader, not an iterator over it"
@@ -142,46 +146,34 @@ def made(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataLoader[A
             why = f": call the class {given.__name__}, and return the loader"
         elif type(given).__name__ == "DataLoader2":
             why = ": give a DataLoader its graph of datapipes, and return that"
-        if given is None:
-            raise CannotVerify("the function returned None: let it return the loader")
-        raise CannotVerify(f"the function returned a {type(given).__name__}, which is no DataLoader{why}")
+        raise CannotVerify(f"the function returned a {type(given).__name__}, which is not a DataLoader{why}")
     if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
         raise CannotVerify("the loader's workers are a service: give a loader whose workers are processes")
     return loader
 
 
-def facts(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
-    """Describe a loader in plain values."""
-    ours = isinstance(loader, LoaderSpec)
-    iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
-    context = loader.multiprocessing_context
-    method = context.get_start_method() if context is not None and hasattr(context, "get_start_method") else None
+def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
+    """Describe a loader."""
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
-    dataset = loader.dataset
-    plain_collate = loader.collate_fn is torch.utils.data.default_collate
-    size = loader.batch_size
-    whole_batches = size is not None and size % 2 == 0 and plain_collate and not iterable
-    kind = type(loader) if not ours or isinstance(loader, DataLoader) else AsyncDataLoader
+    kind = type(loader) if options is None or isinstance(loader, DataLoader) else AsyncDataLoader
+    iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
+    size, context = loader.batch_size, loader.multiprocessing_context
+    halves = size is not None and size % 2 == 0 and loader.collate_fn is torch.utils.data.default_collate
     single = options is None or (options.rank is None and options.group is None and options.balance is None)
     # A sampler that divides the samples among ranks by itself has no batches of a single rank to compare with.
     single = single and replicas(loader.sampler, loader.batch_sampler) is None
-    return {
-        "class": f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
-        "ours": ours,
-        "seeded": options is not None and options.seed is not None,
-        "iterable": bool(iterable),
-        "workers": number_of(loader.num_workers),
-        "threads": options is not None and options.workers == "threads",
-        "method": method or torch.multiprocessing.get_start_method(allow_none=True) or _default_method(),
-        "asynchronous": is_async_dataset(dataset),
-        "stateful": hasattr(dataset, "state_dict"),
-        "ranks": bool(whole_batches and single),
-        "worker_init_fn": loader.worker_init_fn is not None,
-    }
-
-
-def _default_method() -> str:
-    return torch.multiprocessing.get_all_start_methods()[0]
+    return LoaderFacts(
+        name=f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
+        ours=options is not None,
+        seeded=options is not None and options.seed is not None,
+        iterable=bool(iterable),
+        workers=number_of(loader.num_workers),
+        threads=options is not None and options.workers == "threads",
+        method=getattr(context, "get_start_method", torch.multiprocessing.get_start_method)(),
+        asynchronous=is_async_dataset(loader.dataset),
+        stateful=hasattr(loader.dataset, "state_dict"),
+        ranks=bool(halves and single and not iterable),
+    )
 
 
 def changed(loader: torch.utils.data.DataLoader[Any], **changes: Any) -> DataLoader[Any]:
