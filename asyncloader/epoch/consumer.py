@@ -3,7 +3,8 @@
 Data path: sampler -> [consumer] -> scheduler ... reorder -> delivery -> [consumer] -> the user.
 
 The order per batch is torch's: a plain sampler is advanced after the batch has arrived, and before an error in place of
-the batch is raised.
+the batch is raised. The sampler's own error is raised behind the batches that were asked for before it, of which torch
+loses one.
 """
 
 from __future__ import annotations
@@ -121,6 +122,10 @@ class Consumer:
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
         self._first = True
+        self.stalled = False
+        """Whether the sampler has raised and was not asked again: see `go_on`."""
+        self._sampler_error: Exception | None = None
+        self._rounds = 1  # how often `go_on` has asked, and one more
         # Number of the store's failure that the user got last, until the pipeline is notified of the next call.
         self.again: int | None = None
         self.delivery = progress.delivery = Delivery()
@@ -147,12 +152,46 @@ class Consumer:
 
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
-        while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
-            # ENDED is passed on, too: the pipeline makes the scheduler's `SamplerEnded` of it.
-            offers.append(offer)
-            self._reads = offer is not ENDED
-            self._tasks += self._reads
+        try:
+            while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
+                # ENDED is passed on, too: the pipeline makes the scheduler's `SamplerEnded` of it.
+                offers.append(offer)
+                self._reads = offer is not ENDED
+                self._tasks += self._reads
+        except Exception as error:
+            if not offers:
+                raise
+            self._short += count - len(offers)
+            self.stalled, self._sampler_error = True, error
         return offers
+
+    def go_on(self, offer: Callable[[int, Any], None]) -> None:
+        """While `stalled`, before an item is waited for: ask the sampler again, once the user has its error.
+
+        Args:
+            offer: `Pipeline.offer`.
+
+        Raises:
+            Exception: the sampler's, once every batch was delivered that was asked for before it.
+        """
+        if self._tasks > self._taken and not self._extra:
+            return
+        error, self._sampler_error = self._sampler_error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
+        try:
+            self._pull_more(0)
+        except Exception as raised:
+            if not self._extra:
+                raise
+            self._sampler_error = raised
+        self._reads = bool(self._extra)
+        # Again after Ctrl-C between these lines, which the pipeline ignores.
+        offer(self._rounds, MoreOffers(self._extra or (ENDED,)))
+        self.stalled, self._extra, self._rounds = self._sampler_error is not None, (), self._rounds + 1
 
     def _pull(self, left: int) -> Any:
         """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
@@ -168,6 +207,10 @@ class Consumer:
             step, offer = pull(self._tasks)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
+        except Exception:
+            self._progress.cut_short = True
+            del torch_iter, pull  # the error, which is kept, refers to this frame, and must not keep the iterator
+            raise
         seconds, log = perf_counter() - began, order.log
         if log is None:
             self._statistics.note_sampler(seconds)
@@ -311,8 +354,7 @@ class Consumer:
             opened: returns the batch, if it was opened already.
 
         Raises:
-            Exception: the worker's error for this batch, or the sampler's. Batches that were asked for before still
-                come, as in torch.
+            Exception: the worker's error for this batch.
             TooManySkippedSamples: there are more bad samples than allowed. Nothing should be taken any more.
         """
         delivery = self.delivery
@@ -397,8 +439,8 @@ class Consumer:
 
     def _advance(self, delivery: Delivery) -> None:
         """Take the next index from the sampler."""
-        error, offer, left = delivery.error, NOTHING, self._tasks - self._taken - 1
-        if self._reads:
+        offer, left, raised = NOTHING, self._tasks - self._taken - 1, self._sampler_error
+        if self._reads and not self.stalled:
             try:
                 if self._behind:
                     step = min(_CATCHING_UP, self._behind)
@@ -406,17 +448,18 @@ class Consumer:
                 if self._short:
                     self._pull_more(left)
                 offer = self._pull(left)
-            except Exception as raised:
-                # As torch, ask again after the next batch, unless no batch is outstanding.
-                error, offer = raised, NOTHING if left > 0 else ENDED
+            except Exception as error:
+                raised = error
         # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
         if offer is ENDED:
             self._reads = False
         elif offer is not NOTHING:
             self._tasks += 1
+        elif raised is not None:
+            self.stalled, self._sampler_error, self._short = True, raised, self._short + 1
         self._taken += 1
-        delivery.error, delivery.offer, delivery.reached = error, offer, _PULLED
-        error = None  # its traceback refers to this frame
+        delivery.offer, delivery.reached = offer, _PULLED
+        raised = None  # its traceback refers to this frame
 
     def _pull_more(self, left: int) -> None:
         """Take the indices that further workers need, before that which follows from the delivery."""

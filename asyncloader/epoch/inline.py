@@ -197,6 +197,9 @@ class InlineEpoch:
             if order is None:  # torch's iterator, which has no end, is a generator
                 torch_iter._sampler_iter = iter(torch_iter._index_sampler)
             raise
+        except Exception:
+            self.progress.cut_short = True
+            raise
         if order is None:  # an iterable dataset's index only says how many samples
             return index
         seconds = perf_counter() - began
@@ -219,6 +222,7 @@ class InlineEpoch:
                 index = await anext(self._indices, _END)
         except BaseException as error:
             self._broken = type(error).__name__ if interrupts(error) else ""
+            self.progress.cut_short = True
             raise
         if index is _END:
             if self._broken:  # the source is a generator, and ends with any error

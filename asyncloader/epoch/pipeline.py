@@ -127,6 +127,7 @@ class Pipeline(Listener):
         self._source_error: Exception | None = None
         self._closed = self._delivers = False  # the consumer gets no items any more; it got one
         self._advanced: int | None = None  # the last delivery that was taken
+        self._offered = 0  # the number of the last `offer`
         self._respawner = respawner
         self._loss, self._replays, self._stateful = loss, replays, stateful
         self._resumes = scheduler.iterable or stateful  # else each worker makes any batch, whatever it made before
@@ -201,6 +202,17 @@ class Pipeline(Listener):
                 # Indices that were requested earlier, when the sampler had not given them yet: no new request names
                 # them.
                 self._offer()
+        except Exception as error:
+            self._fail(error)
+
+    def offer(self, number: int, offers: MoreOffers) -> None:
+        """Take what a sampler gives that goes on after an error. `number`: of the call; repeated, it has no effect."""
+        if self._closed or number == self._offered:
+            return
+        self._offered = number
+        self._offers += offers
+        try:
+            self._offer()
         except Exception as error:
             self._fail(error)
 

@@ -122,6 +122,8 @@ class Progress:
         """The delivery of the consumer of workers' batches."""
         self.interrupted = False
         """Whether a batch was begun since the last, and interrupted: the dataset may have read on."""
+        self.cut_short = False
+        """Whether the sampler raised and has given no index since: its end then is not the epoch's."""
         self._astray = False  # indices did not come from the stream
         self.seeds: dict[str, Any] | None = None
         """The seeds of a loaded state; once the epoch has begun, those that it uses."""
@@ -282,6 +284,7 @@ class Progress:
 
     def pulled(self, task: int, step: int | None) -> None:
         """Record the step of a task; None: its index did not come from the stream."""
+        self.cut_short = False
         if step is None:
             self._astray = True
         else:
@@ -403,8 +406,8 @@ class Progress:
             self._steps.pop(before, None)
 
     def finish(self) -> None:
-        """Record that the user has seen the end of the epoch; not of an order that raised before its first step."""
-        if self.unbegun and (self._failed is not None or self._unread is not None) and not self._steps:
+        """Record that the user has seen the end of the epoch; not where an error of the sampler ended it."""
+        if self.cut_short or (self._unread is not None and self.unbegun):
             return
         if self._unread is not None:
             self._mark(*self._unread)
