@@ -193,12 +193,10 @@ class InlineEpoch:
             step, index = torch_iter.pull(None if order is None else task)
         except StopIteration:
             raise EndOfData from None
-        except KeyboardInterrupt:
-            if order is None:  # torch's iterator, which has no end, is a generator
+        except BaseException as error:
+            self.progress.cut_short = isinstance(error, Exception)
+            if order is None and isinstance(error, KeyboardInterrupt):  # torch's, which has no end, is a generator
                 torch_iter._sampler_iter = iter(torch_iter._index_sampler)
-            raise
-        except Exception:
-            self.progress.cut_short = True
             raise
         if order is None:  # an iterable dataset's index only says how many samples
             return index
