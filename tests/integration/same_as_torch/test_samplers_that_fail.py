@@ -197,7 +197,7 @@ def test_its_error_costs_no_batch(
 
 async def test_another_task_that_waits_gets_its_error() -> None:
     """The task that got the last batch does not come again; another one of the same iterator waits for a batch."""
-    async with AsyncDataLoader[Any](range(24), batch_sampler=Pairs(ValueError), num_workers=1) as loader:
+    async with AsyncDataLoader[Any](range(24), batch_sampler=Pairs(ValueError), num_workers=1) as loader:  # type: ignore[arg-type]
         batches = aiter(loader)
         got = [(await anext(batches)).tolist() for _ in range(4)]
         tasks = [asyncio.ensure_future(anext(batches)) for _ in range(3)]
