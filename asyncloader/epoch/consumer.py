@@ -3,7 +3,8 @@
 Data path: sampler -> [consumer] -> scheduler ... reorder -> delivery -> [consumer] -> the user.
 
 The order per batch is torch's: a plain sampler is advanced after the batch has arrived, and before an error in place of
-the batch is raised.
+the batch is raised. The sampler's own error is raised behind the batches that were asked for before it, of which torch
+loses one.
 """
 
 from __future__ import annotations
@@ -22,16 +23,26 @@ from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
+from asyncloader.epoch.sampler_reading import (
+    ADVANCED,
+    BEGUN,
+    COUNTED,
+    DONE,
+    OPENED,
+    OPENING,
+    PULLED,
+    RELEASED,
+    Delivery,
+    SamplerReading,
+)
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.events import (
-    ENDED,
     NOTHING,
     Action,
     AllDropped,
     CopyBegun,
     Deliver,
-    MoreOffers,
     Notice,
     Poisoned,
     Resized,
@@ -40,7 +51,6 @@ from asyncloader.events import (
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.ranks.topology import without_batch
-from asyncloader.samplers.index_stream import time_pull
 from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
@@ -57,28 +67,7 @@ NO_BATCH: Final[Any] = object()
 """Returned instead of a batch whose samples were all dropped: take the next item."""
 
 
-_CATCHING_UP = 4  # indices that are taken ahead with a delivery, until there are as many as may ever be needed
-
-# The steps of a delivery, in order.
-_BEGUN, _OPENING, _OPENED, _RELEASED, _PULLED, _ADVANCED, _COUNTED, _DONE = range(8)
-
-
-class Delivery:
-    """The progress of the current delivery. Ctrl-C may end a call of `deliver`; the next call continues from here."""
-
-    __slots__ = ("batch", "descriptors", "error", "item", "offer", "reached")
-
-    def __init__(self) -> None:
-        self.item: Deliver | None = None
-        """The caller of `deliver` sets `item`, `batch` and `error` to None once the user has the batch or the error."""
-        self.batch: Any = None
-        self.error: Any = None  # instead of a batch: an exception, or torch's wrapper of one
-        self.descriptors: list[int] | None = None  # the answer's descriptors that must still be closed
-        self.offer: Any = NOTHING  # the sampler's next index
-        self.reached = _BEGUN
-
-
-class Consumer:
+class Consumer(SamplerReading):
     """The consumer's side of one epoch.
 
     Args:
@@ -121,6 +110,10 @@ class Consumer:
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
         self._first = True
+        self.stalled = False
+        """Whether the sampler has raised and was not asked again: see `go_on`."""
+        self._sampler_error: Exception | None = None
+        self._rounds = 1  # how often `go_on` has asked, and one more
         # Number of the store's failure that the user got last, until the pipeline is notified of the next call.
         self.again: int | None = None
         self.delivery = progress.delivery = Delivery()
@@ -144,37 +137,6 @@ class Consumer:
     def outstanding(self) -> int:
         """Indices that were taken from a plain sampler and not delivered; 0 without one."""
         return max(0, self._tasks - self._taken)
-
-    def _prime(self, count: int) -> list[Any]:
-        offers: list[Any] = []
-        while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
-            # ENDED is passed on, too: the pipeline makes the scheduler's `SamplerEnded` of it.
-            offers.append(offer)
-            self._reads = offer is not ENDED
-            self._tasks += self._reads
-        return offers
-
-    def _pull(self, left: int) -> Any:
-        """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
-        torch_iter = self._torch_iter()
-        assert torch_iter is not None
-        order = torch_iter.order
-        assert order is not None
-        # As `TorchIterator.pull`, which is called for a library's iterator in the place of the order.
-        pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
-        began = perf_counter()
-        try:
-            # By the task's number, so that a call that is repeated after Ctrl-C gets the same index again.
-            step, offer = pull(self._tasks)
-        except StopIteration:
-            return NOTHING if left else ENDED  # as torch, ask again after the next batch
-        seconds, log = perf_counter() - began, order.log
-        if log is None:
-            self._statistics.note_sampler(seconds)
-        else:
-            time_pull(log, self._statistics.recorder, seconds)
-        self._progress.pulled(self._tasks, step)
-        return offer
 
     def pipeline(
         self,
@@ -311,8 +273,7 @@ class Consumer:
             opened: returns the batch, if it was opened already.
 
         Raises:
-            Exception: the worker's error for this batch, or the sampler's. Batches that were asked for before still
-                come, as in torch.
+            Exception: the worker's error for this batch.
             TooManySkippedSamples: there are more bad samples than allowed. Nothing should be taken any more.
         """
         delivery = self.delivery
@@ -320,17 +281,17 @@ class Consumer:
             self._arrived = perf_counter()
             # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
             delivery.batch, delivery.error, delivery.descriptors, delivery.offer = NO_BATCH, None, None, NOTHING
-            delivery.reached = _BEGUN
+            delivery.reached = BEGUN
             delivery.item = item
-        if delivery.reached < _ADVANCED:
+        if delivery.reached < ADVANCED:
             self._open(delivery, item.outcome, opened)
-            if delivery.reached < _PULLED:
+            if delivery.reached < PULLED:
                 self._advance(delivery)
             # Before the statistics and the position are updated, so that the worker has its next task early. If Ctrl-C
             # comes between these two lines, the call is repeated, and `Pipeline.advance` ignores the repetition.
             advance(item.seq, self._with_extra(delivery.offer) if self._extra else delivery.offer)
-            delivery.reached, self._extra = _ADVANCED, ()
-        if delivery.error is None and delivery.reached < _DONE:
+            delivery.reached, self._extra = ADVANCED, ()
+        if delivery.error is None and delivery.reached < DONE:
             self._count(delivery, item, item.outcome, waited)
         error = delivery.error
         if error is None:
@@ -354,12 +315,12 @@ class Consumer:
     def abandon(self, item: Deliver) -> None:
         """Free the memory of an item whose delivery was interrupted by Ctrl-C and will not be continued."""
         delivery, outcome = self.delivery, item.outcome
-        if delivery.item is not item or delivery.reached < _OPENED:
+        if delivery.item is not item or delivery.reached < OPENED:
             # No batch was built, or Ctrl-C interrupted that: the slot still belongs to the answer.
             if isinstance(outcome, Answer):
                 self._opener.forget(outcome)
             discard(item)
-        elif delivery.reached == _OPENED and isinstance(outcome, Answer):
+        elif delivery.reached == OPENED and isinstance(outcome, Answer):
             # Ctrl-C came between the batch and the release of its descriptors.
             self._release(delivery, outcome)
         delivery.item, delivery.batch, delivery.error = None, None, None
@@ -373,70 +334,34 @@ class Consumer:
     def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
         # With `opened`, the thread that opened the batch has released its answer.
         answer = outcome if opened is None and isinstance(outcome, Answer) else None
-        if delivery.reached < _OPENED:
+        if delivery.reached < OPENED:
             try:
                 if answer is None:
                     delivery.batch = self.open(outcome) if opened is None else opened()
-                    delivery.reached = _RELEASED
+                    delivery.reached = RELEASED
                 else:
-                    if delivery.reached == _OPENING:
+                    if delivery.reached == OPENING:
                         # Ctrl-C struck while the batch was built, perhaps after its slot was lent. That lease is
                         # undone, and the batch built again.
                         self._opener.forget(answer)
-                    delivery.reached = _OPENING
+                    delivery.reached = OPENING
                     batch, held = self._opener.build(answer)
                     # A batch that views its slot has nothing to release: the slot is freed with the batch's last
                     # tensor.
-                    delivery.batch, delivery.reached = batch, _OPENED if held is None else _RELEASED
+                    delivery.batch, delivery.reached = batch, OPENED if held is None else RELEASED
             except Exception as error:
-                delivery.error, delivery.reached = error, _OPENED
-        if delivery.reached == _OPENED:
+                delivery.error, delivery.reached = error, OPENED
+        if delivery.reached == OPENED:
             if answer is not None:
                 self._release(delivery, answer)
-            delivery.reached = _RELEASED
-
-    def _advance(self, delivery: Delivery) -> None:
-        """Take the next index from the sampler."""
-        error, offer, left = delivery.error, NOTHING, self._tasks - self._taken - 1
-        if self._reads:
-            try:
-                if self._behind:
-                    step = min(_CATCHING_UP, self._behind)
-                    self._short, self._behind = self._short + step, self._behind - step
-                if self._short:
-                    self._pull_more(left)
-                offer = self._pull(left)
-            except Exception as raised:
-                # As torch, ask again after the next batch, unless no batch is outstanding.
-                error, offer = raised, NOTHING if left > 0 else ENDED
-        # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
-        if offer is ENDED:
-            self._reads = False
-        elif offer is not NOTHING:
-            self._tasks += 1
-        self._taken += 1
-        delivery.error, delivery.offer, delivery.reached = error, offer, _PULLED
-        error = None  # its traceback refers to this frame
-
-    def _pull_more(self, left: int) -> None:
-        """Take the indices that further workers need, before that which follows from the delivery."""
-        while self._short:
-            offer = self._pull(left)
-            if offer is NOTHING or offer is ENDED:
-                self._short = 0
-                return
-            # No calls from here on: after Ctrl-C each index must be either counted and kept, or taken again.
-            self._extra, self._tasks, self._short = (*self._extra, offer), self._tasks + 1, self._short - 1
-
-    def _with_extra(self, offer: Any) -> MoreOffers:
-        return MoreOffers(self._extra if offer is NOTHING else (*self._extra, offer))
+            delivery.reached = RELEASED
 
     def _count(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float) -> None:
         """Count the batch in the statistics at most once, then in the position exactly once: a state that is saved
         after Ctrl-C must not include a batch that was not delivered.
         """
-        first = delivery.reached < _COUNTED
-        delivery.reached = _COUNTED
+        first = delivery.reached < COUNTED
+        delivery.reached = COUNTED
         if not isinstance(outcome, (Answer, OnDevice, Pinned)):
             self._without_answer(delivery, item, outcome, waited if first else None)
             return
@@ -454,10 +379,10 @@ class Consumer:
                 trace.delivered(self._run, item.seq, item.worker, begin, self._arrived, ring, result.slot, copies)
             waited += perf_counter() - self._arrived
             self._statistics.batch(*(result.samples, result.nbytes, result.pickled, waited, result.busy, self._workers))
-        # Before `_DONE`: after Ctrl-C between these two lines the call is repeated, which `delivered` ignores.
+        # Before `DONE`: after Ctrl-C between these two lines the call is repeated, which `delivered` ignores.
         copy = item.worker if item.stream is None else item.stream
         self._progress.delivered(item.seq, copy, outcome.cursor)
-        delivery.reached = _DONE
+        delivery.reached = DONE
 
     def _without_answer(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float | None) -> None:
         """Resolve an outcome without a worker's batch: to a substitute, `NO_BATCH` or an error. `waited` is None if it
@@ -502,7 +427,7 @@ class Consumer:
             delivery.batch = batch
             # Only now: if the records are too many, `add` has raised, and a resumed run must make this batch again.
             self._progress.delivered(item.seq, item.copy)
-        delivery.reached = _DONE
+        delivery.reached = DONE
 
     def drain_notices(self) -> None:
         """Process notices about workers."""

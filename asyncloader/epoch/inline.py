@@ -193,8 +193,9 @@ class InlineEpoch:
             step, index = torch_iter.pull(None if order is None else task)
         except StopIteration:
             raise EndOfData from None
-        except KeyboardInterrupt:
-            if order is None:  # torch's iterator, which has no end, is a generator
+        except BaseException as error:
+            self.progress.cut_short = isinstance(error, Exception)
+            if order is None and isinstance(error, KeyboardInterrupt):  # torch's, which has no end, is a generator
                 torch_iter._sampler_iter = iter(torch_iter._index_sampler)
             raise
         if order is None:  # an iterable dataset's index only says how many samples
@@ -219,6 +220,7 @@ class InlineEpoch:
                 index = await anext(self._indices, _END)
         except BaseException as error:
             self._broken = type(error).__name__ if interrupts(error) else ""
+            self.progress.cut_short = True
             raise
         if index is _END:
             if self._broken:  # the source is a generator, and ends with any error

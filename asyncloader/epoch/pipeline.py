@@ -127,6 +127,7 @@ class Pipeline(Listener):
         self._source_error: Exception | None = None
         self._closed = self._delivers = False  # the consumer gets no items any more; it got one
         self._advanced: int | None = None  # the last delivery that was taken
+        self._offered = 0  # the number of the last `offer`
         self._respawner = respawner
         self._loss, self._replays, self._stateful = loss, replays, stateful
         self._resumes = scheduler.iterable or stateful  # else each worker makes any batch, whatever it made before
@@ -201,6 +202,17 @@ class Pipeline(Listener):
                 # Indices that were requested earlier, when the sampler had not given them yet: no new request names
                 # them.
                 self._offer()
+        except Exception as error:
+            self._fail(error)
+
+    def offer(self, number: int, offers: MoreOffers) -> None:
+        """Take what a sampler gives that goes on after an error. `number`: of the call; repeated, it has no effect."""
+        if self._closed or number == self._offered:
+            return
+        self._offered = number
+        self._offers += offers
+        try:
+            self._offer()
         except Exception as error:
             self._fail(error)
 
@@ -289,7 +301,8 @@ class Pipeline(Listener):
         if self._at_nodes:
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:
-            self._note_oneoff(worker, result.nbytes)
+            rings = self._pool.rings[worker]
+            self._statistics.came_oneoff(result.nbytes, rings.too_small_for(result.nbytes), rings.ring_bytes)
         if answer.cursor is not None:
             self._late_tasks = None  # it changes the state of the dataset's copy that makes it
         self._completed(worker, result.seq, answer)
@@ -310,34 +323,16 @@ class Pipeline(Listener):
         if self._count is not None:
             self._count.answered(worker)
 
-    def _note_oneoff(self, worker: int, nbytes: int) -> None:
-        # Count a batch that came in memory of its own, if the worker's ring can never hold one of that size.
-        rings = self._pool.rings[worker]
-        needed = rings.too_small_for(nbytes)
-        if not needed:
-            return
-        if not self._statistics.oversize_batches:
-            _log.warning(
-                "a batch of %s bytes does not fit into a ring of ring_bytes=%s and was given memory of its own, which "
-                "is slower; Tuning(ring_bytes=%d) would hold such batches",
-                *(f"{nbytes:,}", rings.ring_bytes, needed),
-            )
-        self._statistics.oversize_batches += 1
-        self._statistics.ring_needed = max(needed, self._statistics.ring_needed)
-
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
         # Where a store failed, the worker's place is that before the task, and the records come with the batch.
-        again = is_tried_again(error) and not (worker in self._start_errors and self._begins_with(seq))
+        head = self._scheduler.head
+        begins = not self._delivers and (head is None or head[0].seq == seq)  # the epoch's first outcome
+        again = is_tried_again(error) and not (begins and worker in self._start_errors)
         if self._resume_points is not None and not again:
             self._resume_points.failed(self._scheduler.copy(worker, seq))
         failure = WorkerFailure(error, busy, records, unbegun=worker in self._start_errors)
         self._completed(worker, seq, error if again else failure)
-
-    def _begins_with(self, seq: int) -> bool:
-        """Whether the outcome of this task is the epoch's first."""
-        head = self._scheduler.head
-        return not self._delivers and (head is None or head[0].seq == seq)
 
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]

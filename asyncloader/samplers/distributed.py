@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -222,7 +223,10 @@ class RankView:
         cutter = self.cutter = Cutter(self.share, step)
         if items is None and type(self.sampler) is SeededSampler:
             return self._compute(cutter, self.sampler, step)
-        return Groups(lambda: self._items(step * cutter.stride, items), cutter.stride, cutter.cut_at, step)
+        # As in torch: the generator that makes batches of indices ends with an error, and a user's batches may go on.
+        goes_on = self.share.of_batches
+        begin = partial(self._items, step * cutter.stride, items)
+        return Groups(begin, cutter.stride, cutter.cut_at, step, goes_on=goes_on)
 
     def _items(self, skip: int, items: Iterator[Any] | None) -> Iterator[Any]:
         if items is not None:

@@ -81,16 +81,24 @@ class Groups(Iterator[T], Generic[T]):
     Args:
         begin: returns the iterator of the items; called for the first group. Items that were taken for an interrupted
             group stay in the group. If it or `begin` raises, this iterator ends, like a generator; but not if a store
-            failed.
+            failed, or with `goes_on`.
         size: of a group; the last group may have fewer items, or none.
         make: returns the object for a group's number and items; may be called again for the same group. None: the group
             is skipped.
         number: of the first group.
+        goes_on: the items come on after an error, if their own iterator goes on.
     """
 
     def __init__(
-        self, begin: Callable[[], Iterator[Any]], size: int, make: Callable[[int, list[Any]], T | None], number: int = 0
+        self,
+        begin: Callable[[], Iterator[Any]],
+        size: int,
+        make: Callable[[int, list[Any]], T | None],
+        number: int = 0,
+        *,
+        goes_on: bool = False,
     ) -> None:
+        self._goes_on = goes_on
         self._begin = begin
         self._items: Iterator[Any] | None = None
         self._size = size
@@ -108,7 +116,7 @@ class Groups(Iterator[T], Generic[T]):
                 # In C: an item that was taken is in the list, whenever Ctrl-C comes.
                 group.extend(islice(self._items, self._size - len(group)))
             except BaseException as error:
-                self._over, self._broken = not interrupts(error), left_a_generator(error)
+                self._over, self._broken = not (self._goes_on or interrupts(error)), left_a_generator(error)
                 raise
             over = len(group) < self._size
             if self._broken and len(group) == before:  # its end is no end: the group is read anew elsewhere

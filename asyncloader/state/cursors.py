@@ -10,7 +10,7 @@ from typing import Any
 
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.workers.fetch.dataset_kinds import digest_of
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 
 
 def value_cursor(cursor: PackedCursor | None) -> Cursor | None:
@@ -38,3 +38,16 @@ def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]
         with suppress(Exception):
             found["data_digest"] = digest_of(config.dataset, find=find)
     return found
+
+
+def packed(cursor: Cursor | None) -> PackedCursor | None:
+    """Return the packed form of a cursor."""
+    return None if cursor is None else pickle_cursor(cursor)
+
+
+def later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
+    """Return `Cursor.epoch_later`. `assigned`: each epoch assigns the shards of the stream once more."""
+    if cursor is None:
+        return None
+    # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
+    return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()

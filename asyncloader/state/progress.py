@@ -17,7 +17,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
-from asyncloader.state.cursors import described_data, marked, value_cursor
+from asyncloader.state.cursors import described_data, later, marked, packed, value_cursor
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
@@ -122,6 +122,8 @@ class Progress:
         """The delivery of the consumer of workers' batches."""
         self.interrupted = False
         """Whether a batch was begun since the last, and interrupted: the dataset may have read on."""
+        self.cut_short = False
+        """Whether the sampler raised and has given no index since: its end then is not the epoch's."""
         self._astray = False  # indices did not come from the stream
         self.seeds: dict[str, Any] | None = None
         """The seeds of a loaded state; once the epoch has begun, those that it uses."""
@@ -241,8 +243,8 @@ class Progress:
             if new_workers and len(self._inherited) == copies:
                 found = [value_cursor(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
-            starts = [EpochStart(*options, _later(each, assigned), message=self.message) for each in found]
-            self._cursors = [_packed(start.cursor) for start in starts]
+            starts = [EpochStart(*options, later(each, assigned), message=self.message) for each in found]
+            self._cursors = [packed(start.cursor) for start in starts]
             if len(self._inherited) == copies:
                 self._cursors = self._inherited
             return base_seed, starts if streams is None else by_worker(starts, workers)
@@ -262,7 +264,7 @@ class Progress:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             assigned = before.assignment is not None
-            self._inherited = [_packed(_later(value_cursor(cursor), assigned)) for cursor in before._cursors]
+            self._inherited = [packed(later(value_cursor(cursor), assigned)) for cursor in before._cursors]
 
     def base_seed_drawn(self) -> None:
         """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
@@ -282,6 +284,7 @@ class Progress:
 
     def pulled(self, task: int, step: int | None) -> None:
         """Record the step of a task; None: its index did not come from the stream."""
+        self.cut_short = False
         if step is None:
             self._astray = True
         else:
@@ -403,8 +406,8 @@ class Progress:
             self._steps.pop(before, None)
 
     def finish(self) -> None:
-        """Record that the user has seen the end of the epoch; not of an order that raised before its first step."""
-        if self.unbegun and (self._failed is not None or self._unread is not None) and not self._steps:
+        """Record that the user has seen the end of the epoch; not where an error of the sampler ended it."""
+        if self.cut_short or (self._unread is not None and self.unbegun):
             return
         if self._unread is not None:
             self._mark(*self._unread)
@@ -520,15 +523,3 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
-
-
-def _packed(cursor: Cursor | None) -> PackedCursor | None:
-    return None if cursor is None else pickle_cursor(cursor)
-
-
-def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
-    """Return `Cursor.epoch_later`. `assigned`: each epoch assigns the shards of the stream once more."""
-    if cursor is None:
-        return None
-    # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
-    return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()

@@ -223,6 +223,25 @@ class Statistics(LoaderFigures):
         # Tasks that share an async iterator wait at the same time, so they may have waited longer than has passed.
         self._note_consumer(passed - waited if waited < passed else 0.0)
 
+    def came_oneoff(self, nbytes: int, needed: int | None, ring_bytes: int) -> None:
+        """Count a batch that came in memory of its own, if its worker's ring can never hold one of that size.
+
+        Args:
+            nbytes: of the batch.
+            needed: size of a ring that could; None: the worker's can.
+            ring_bytes: of the worker's ring.
+        """
+        if not needed:
+            return
+        if not self.oversize_batches:
+            _log.warning(
+                "a batch of %s bytes does not fit into a ring of ring_bytes=%s and was given memory of its own, which "
+                "is slower; Tuning(ring_bytes=%d) would hold such batches",
+                *(f"{nbytes:,}", ring_bytes, needed),
+            )
+        self.oversize_batches += 1
+        self.ring_needed = max(needed, self.ring_needed)
+
     def came_from_node(self, worker: int, nbytes: int, busy: float) -> None:
         """Count a batch that a service has made for this worker. Arguments as `batch`."""
         node = self._nodes[self._workers[worker].node]

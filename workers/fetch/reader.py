@@ -42,6 +42,7 @@ from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, Sam
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.fetch.timed_collate import TimedCollate
 
 
 class DatasetReader(ReaderEnd):
@@ -86,7 +87,7 @@ class DatasetReader(ReaderEnd):
             # Also for the code that runs before the first fetch, and after it: `worker_init_fn`, above all.
             current_scope.set(self.resources)
         self._time = time = Recorder().time if time is None else time
-        self._collate = _TimedCollate(collate, time)
+        self._collate = TimedCollate(collate, time)
         self._stage: Stage = "first_read" if in_worker else "fetch"  # of the next fetch
         self._worker_id, self._in_worker = worker_id, in_worker
         self._assignments = assignments
@@ -504,28 +505,6 @@ class DatasetReader(ReaderEnd):
         if self._in_worker or self._setup.seeded is None:
             return contextlib.nullcontext()
         return global_generators_kept()
-
-
-class _TimedCollate:
-    """Collates, and records how long it took.
-
-    Attributes:
-        seconds: of the last call; the reader sets it to 0.
-    """
-
-    __slots__ = ("_function", "_time", "seconds")
-
-    def __init__(self, function: Callable[[Any], Any], time: Callable[[Stage, float], None]) -> None:
-        self._function = function
-        self._time = time
-        self.seconds = 0.0
-
-    def __call__(self, samples: Any) -> Any:
-        began = perf_counter()
-        batch = self._function(samples)
-        self.seconds = perf_counter() - began
-        self._time("collate", self.seconds)
-        return batch
 
 
 def _no_collate(samples: Any) -> None:

@@ -96,6 +96,8 @@ def test_a_stream_that_could_not_begin_begins_again(
     (kind, at), (loop, seed) = case, way
     with run_of(kind(tmp_path), loop, workers, seed) as run:
         expected = lists(run.epoch())
+    state: dict[str, Any] = {}
+    before = 0
     with run_of(kind(tmp_path, at), loop, workers, seed) as run:
         got: list[Any] = []
         try:

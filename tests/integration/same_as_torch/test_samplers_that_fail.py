@@ -1,7 +1,8 @@
-"""A sampler that cannot begin, or go on. Without a seed its error is raised once, as in torch, and ends the epoch."""
+"""A sampler that cannot begin, or go on. Its error is raised once, behind the batches that were asked for before it."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.transports import ReadFailed
 from tests.helpers.running import run_async
+from tests.helpers.seeded_runs import Stepwise
 
 Found = list[str]
 
@@ -117,3 +120,87 @@ def test_the_epoch_ends_with_its_error(seed: int | None) -> None:
         return loader
 
     assert steps(resumed, options) == ["no index", "end", "end", "end"]
+
+
+class Pairs:
+    """A batch sampler that raises once, instead of its sixth batch, and can go on."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.error: type[Exception] | None = error
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return GoesOn(self)
+
+
+class GoesOn(Iterator[list[int]]):
+    def __init__(self, sampler: Pairs) -> None:
+        self.sampler, self.number = sampler, 0
+
+    def __next__(self) -> list[int]:
+        if self.number == 12:
+            raise StopIteration
+        error = self.sampler.error
+        if self.number == 5 and error is not None:
+            self.sampler.error = None
+            raise error("no index")
+        self.number += 1
+        return PAIRS[self.number - 1]
+
+
+class Generated(Pairs):
+    """Cannot go on: a generator ends with an error."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from super().__iter__()
+
+
+PAIRS = [[2 * number, 2 * number + 1] for number in range(12)]
+
+
+@pytest.mark.parametrize("loop", ["sync", "asyncio"])
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [Pairs, Generated])
+@pytest.mark.parametrize("error", [ValueError, ReadFailed])
+def test_its_error_costs_no_batch(
+    error: type[Exception], kind: type[Pairs], workers: int, seed: int | None, loop: str
+) -> None:
+    """A sampler that can go on, or whose store failed, goes on at the next call. Otherwise the epoch ends there, as in
+    torch, but its state does not say that it was finished: a run that resumes reads the rest.
+    """
+
+    def run_of(sampler: Pairs) -> Stepwise:
+        return Stepwise(loop, range(24), batch_sampler=sampler, num_workers=workers, seed=seed)
+
+    with run_of(kind(error)) as run:
+        run.begin()
+        assert [run.step().tolist() for _ in range(5)] == PAIRS[:5]
+        with pytest.raises(error, match="no index"):
+            run.step()
+        states = [run.loader.state_dict()]
+        if kind is Generated and error is ValueError:
+            assert run.rest() == []
+            states.append(run.loader.state_dict())
+        else:
+            assert [batch.tolist() for batch in run.rest()] == PAIRS[5:]
+            assert run.loader.state_dict()["finished"]
+    for state in states:
+        assert (state["step"], state["finished"]) == (5, False)
+        with run_of(kind(error)) as run:
+            run.loader.batch_sampler.error = None
+            run.loader.load_state_dict(state)
+            assert [batch.tolist() for batch in run.epoch()] == PAIRS[5:]
+
+
+async def test_another_task_that_waits_gets_its_error() -> None:
+    """The task that got the last batch does not come again; another one of the same iterator waits for a batch."""
+    async with AsyncDataLoader[Any](range(24), batch_sampler=Pairs(ValueError), num_workers=1) as loader:  # type: ignore[arg-type]
+        batches = aiter(loader)
+        got = [(await anext(batches)).tolist() for _ in range(4)]
+        tasks = [asyncio.ensure_future(anext(batches)) for _ in range(3)]
+        last, failed, first = await asyncio.gather(*tasks, return_exceptions=True)
+        assert isinstance(failed, ValueError)
+        assert [*got, last.tolist(), first.tolist()] == PAIRS[:6]  # type: ignore[union-attr]

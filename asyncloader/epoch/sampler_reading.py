@@ -1,0 +1,164 @@
+"""Takes the indices of a plain sampler in the iterating thread: before the first batch, and one with each delivery.
+
+Data path: sampler -> [sampler_reading] -> scheduler. Part of the consumer.
+
+A sampler's error is kept until the batches are delivered that were asked for before it. Then the user gets it, and the
+next call asks the sampler again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from asyncloader.events import ENDED, NOTHING, Deliver, MoreOffers
+from asyncloader.samplers.index_stream import time_pull
+from asyncloader.state.progress import Progress
+from asyncloader.telemetry.statistics import Statistics
+
+if TYPE_CHECKING:
+    from asyncloader.epoch.torch_iterator import TorchIterator
+
+_CATCHING_UP = 4  # indices that are taken ahead with a delivery, until there are as many as may ever be needed
+
+# The steps of a delivery, in order.
+BEGUN, OPENING, OPENED, RELEASED, PULLED, ADVANCED, COUNTED, DONE = range(8)
+
+
+class Delivery:
+    """The progress of the current delivery. Ctrl-C may end a call of `deliver`; the next call continues from here."""
+
+    __slots__ = ("batch", "descriptors", "error", "item", "offer", "reached")
+
+    def __init__(self) -> None:
+        self.item: Deliver | None = None
+        """The caller of `deliver` sets `item`, `batch` and `error` to None once the user has the batch or the error."""
+        self.batch: Any = None
+        self.error: Any = None  # instead of a batch: an exception, or torch's wrapper of one
+        self.descriptors: list[int] | None = None  # the answer's descriptors that must still be closed
+        self.offer: Any = NOTHING  # the sampler's next index
+        self.reached = BEGUN
+
+
+class SamplerReading:
+    """The base of `Consumer`, which delivers: how the sampler is advanced."""
+
+    stalled: bool
+    _progress: Progress
+    _statistics: Statistics
+    _torch_iter: Callable[[], TorchIterator | None]
+    _reads: bool
+    _tasks: int
+    _taken: int
+    _behind: int
+    _short: int
+    _extra: tuple[Any, ...]
+    _sampler_error: Exception | None
+    _rounds: int
+
+    def _prime(self, count: int) -> list[Any]:
+        offers: list[Any] = []
+        try:
+            while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
+                # ENDED is passed on, too: the pipeline makes the scheduler's `SamplerEnded` of it.
+                offers.append(offer)
+                self._reads = offer is not ENDED
+                self._tasks += self._reads
+        except Exception as error:
+            if not offers:
+                raise
+            self._short += count - len(offers)
+            self.stalled, self._sampler_error = True, error
+        return offers
+
+    def go_on(self, offer: Callable[[int, Any], None]) -> None:
+        """While `stalled`, before an item is waited for: ask the sampler again, once the user has its error.
+
+        Args:
+            offer: `Pipeline.offer`.
+
+        Raises:
+            Exception: the sampler's, once every batch was delivered that was asked for before it.
+        """
+        if self._tasks > self._taken and not self._extra:
+            return
+        error, self._sampler_error = self._sampler_error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback refers to this frame
+        try:
+            self._pull_more(0)
+        except Exception as raised:
+            if not self._extra:
+                raise
+            self._sampler_error = raised
+        self._reads = bool(self._extra)
+        # Again after Ctrl-C between these lines, which the pipeline ignores.
+        offer(self._rounds, MoreOffers(self._extra or (ENDED,)))
+        self.stalled, self._extra, self._rounds = self._sampler_error is not None, (), self._rounds + 1
+
+    def _pull(self, left: int) -> Any:
+        """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
+        torch_iter = self._torch_iter()
+        assert torch_iter is not None
+        order = torch_iter.order
+        assert order is not None
+        # As `TorchIterator.pull`, which is called for a library's iterator in the place of the order.
+        pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
+        began = perf_counter()
+        try:
+            # By the task's number, so that a call that is repeated after Ctrl-C gets the same index again.
+            step, offer = pull(self._tasks)
+        except StopIteration:
+            return NOTHING if left else ENDED  # as torch, ask again after the next batch
+        except Exception:
+            self._progress.cut_short = True
+            del torch_iter, pull  # the error, which is kept, refers to this frame, and must not keep the iterator
+            raise
+        seconds, log = perf_counter() - began, order.log
+        if log is None:
+            self._statistics.note_sampler(seconds)
+        else:
+            time_pull(log, self._statistics.recorder, seconds)
+        self._progress.pulled(self._tasks, step)
+        return offer
+
+    def _advance(self, delivery: Delivery) -> None:
+        """Take the next index from the sampler."""
+        offer, left, raised = NOTHING, self._tasks - self._taken - 1, self._sampler_error
+        if self._reads and not self.stalled:
+            try:
+                if self._behind:
+                    step = min(_CATCHING_UP, self._behind)
+                    self._short, self._behind = self._short + step, self._behind - step
+                if self._short:
+                    self._pull_more(left)
+                offer = self._pull(left)
+            except Exception as error:
+                raised = error
+        # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
+        if offer is ENDED:
+            self._reads = False
+        elif offer is not NOTHING:
+            self._tasks += 1
+        elif raised is not None:
+            self.stalled, self._sampler_error, self._short = True, raised, self._short + 1
+        self._taken += 1
+        delivery.offer, delivery.reached = offer, PULLED
+        raised = None  # its traceback refers to this frame
+
+    def _pull_more(self, left: int) -> None:
+        """Take the indices that further workers need, before that which follows from the delivery."""
+        while self._short:
+            offer = self._pull(left)
+            if offer is NOTHING or offer is ENDED:
+                self._short = 0
+                return
+            # No calls from here on: after Ctrl-C each index must be either counted and kept, or taken again.
+            self._extra, self._tasks, self._short = (*self._extra, offer), self._tasks + 1, self._short - 1
+
+    def _with_extra(self, offer: Any) -> MoreOffers:
+        return MoreOffers(self._extra if offer is NOTHING else (*self._extra, offer))
