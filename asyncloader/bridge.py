@@ -115,27 +115,31 @@ class Bridge:
             self._users += 1
 
     def _start(self) -> None:
-        loop, over = loop_factory()(), threading.Event()
-        thread = threading.Thread(target=_run, args=(loop, over), name="asyncloader-loop", daemon=True)
-        # Before the start: the thread takes itself out when it ends, which may be at once.
-        _running.add(thread)
+        # Made in its thread, where Ctrl-C does not come: a loop that is half made would leave its descriptors.
+        made, ready, over = list[asyncio.AbstractEventLoop | BaseException](), threading.Event(), threading.Event()
+        thread = threading.Thread(target=_run, args=(made, ready, over), name="asyncloader-loop", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # no more threads can be started
-            _running.discard(thread)
-            loop.close()
-            raise
-        except BaseException:  # Ctrl-C while waiting for the thread, which runs already
+            ready.wait()
+            loop = made[0]
+            if isinstance(loop, BaseException):
+                raise loop
+            self._owner = THIS_PROCESS.pid or own_pid()
+            # Calls of iterators that have ended: this loop must not run them, and its first call must wake it. Not only
+            # in `release`: another thread's call may come just behind it, and the loop of before accept it without
+            # running it.
+            self._calls.clear()
+            self._woken = False
+            self._last_thread = thread
+            self._loop, self._thread, self._over = loop, thread, over
+        except BaseException:  # Ctrl-C: the thread may run already
+            self._loop = self._thread = None
             over.set()
-            loop.call_soon_threadsafe(loop.stop)
+            for each in made:
+                if not isinstance(each, BaseException):
+                    with contextlib.suppress(RuntimeError):  # it is closed
+                        each.call_soon_threadsafe(each.stop)
             raise
-        self._owner = THIS_PROCESS.pid or own_pid()
-        # Calls of iterators that have ended: this loop must not run them, and its first call must wake it. Not only in
-        # `release`: another thread's call may come just behind it, and the loop of before accept it without running it.
-        self._calls.clear()
-        self._woken = False
-        self._loop, self._thread, self._over = loop, thread, over
-        self._last_thread = thread
 
     def release(self) -> None:
         """End the thread if this was the last user, and wait for it, except in its own thread."""
@@ -404,7 +408,17 @@ def run_until(over: Callable[[], bool], run: Callable[[], object]) -> None:
             run()
 
 
-def _run(loop: asyncio.AbstractEventLoop, over: threading.Event) -> None:
+def _run(made: list[asyncio.AbstractEventLoop | BaseException], ready: threading.Event, over: threading.Event) -> None:
+    _running.add(threading.current_thread())
+    try:
+        loop = loop_factory()()
+        made.append(loop)  # in this order: who sets `over` looks for a loop to be stopped afterwards
+    except BaseException as error:
+        made.append(error)
+        _running.discard(threading.current_thread())
+        return
+    finally:
+        ready.set()
     asyncio.set_event_loop(loop)
     try:
         run_until(over.is_set, loop.run_forever)

@@ -19,7 +19,7 @@ import uvloop
 
 from asyncloader.bridge import Bridge, in_thread, loop_factory, run_in_thread
 from asyncloader.errors import LoaderClosed
-from tests.helpers.interrupting import Interrupt, unnoticed_signal
+from tests.helpers.interrupting import Interrupt, Interruption, unnoticed_signal
 
 pytestmark = pytest.mark.loops
 
@@ -450,3 +450,20 @@ def test_a_thread_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="can't start"):
         run_in_thread(coroutine)
     assert inspect.getcoroutinestate(coroutine) == inspect.CORO_CLOSED
+
+
+def test_ctrl_c_at_every_place_of_the_start() -> None:
+    """It leaves no thread, and no descriptors of a loop (the leak check would find them)."""
+    struck = at = 0
+    while struck == at:
+        at += 1
+        bridge = Bridge()
+        try:
+            with Interruption(at, [Bridge._start]):
+                bridge.acquire()
+        except KeyboardInterrupt:
+            struck += 1
+            assert not bridge.running
+        else:
+            bridge.release()
+    assert struck > 5

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
+from functools import cached_property
 from operator import index as as_index
 from types import TracebackType
 from typing import Any, Self
@@ -122,7 +123,6 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
         self._open_files = OpenFiles()
         self._listing = SharedListing()
         self._catalog: SampleCatalog | None = None
-        self._digest: str | None = None  # of the catalog
         self._forget()
 
     def _forget(self) -> None:
@@ -153,16 +153,16 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
         """Return a digest of the shards' names, sizes and numbers of samples, like `DigestedDataset.data_digest`."""
         if find:
             len(self)
-        catalog = self._catalog
-        if catalog is not None and self._digest is None:
-            names = file_names(names_of(catalog.shards))
-            sizes = [
-                shard.size if info is None else info.size
-                for shard, info in zip(catalog.shards, catalog.infos, strict=True)
-            ]
-            text = repr((names, sizes, catalog.starts.tolist()))
-            self._digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-        return self._digest
+        return None if self._catalog is None else self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        # No attribute that a state would change: forked workers are not replaced once the dataset is another.
+        assert self._catalog is not None
+        shards, infos, starts = self._catalog
+        sizes = [shard.size if info is None else info.size for shard, info in zip(shards, infos, strict=True)]
+        text = repr((file_names(names_of(shards)), sizes, starts.tolist()))
+        return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     async def prepare(self) -> None:
         """Find the shards and index those that have no index, unless that was done. Safe to repeat and to cancel: a

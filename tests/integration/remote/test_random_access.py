@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -157,6 +158,18 @@ def test_resumed(folder: Path, expected: list[list[Any]]) -> None:
     with DataLoader[Any](RemoteMapDataset(f"{folder}/"), **OPTIONS, num_workers=2, workers="threads") as loader:
         loader.load_state_dict(json.loads(state))
         assert_same([list(loader), list(loader)], [expected[0][5:], expected[1]])
+
+
+def test_a_worker_that_dies_after_a_state_was_taken(tars: Path) -> None:
+    """The state has the digest of the shards. Its being known then keeps no worker from being replaced."""
+    (expected,) = read("sync", OPTIONS, RemoteMapDataset(f"{tars}/"), 1)
+    options = {**OPTIONS, "num_workers": 1, "multiprocessing_context": "fork"}
+    with DataLoader(RemoteMapDataset(f"{tars}/"), **options) as loader:
+        batches: Any = iter(loader)
+        got = [next(batches)]
+        assert loader.state_dict()["step"] == 1
+        os.kill(batches._workers[0].pid, signal.SIGKILL)
+        assert_same([*got, *batches], expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
