@@ -132,8 +132,8 @@ class Verification:
         # The number of batches bounds a run that is compared: it is not to be cut off while its workers are started.
         seconds = self._cap / 2 if self._expected else max(self._seconds / 6, 5.0)
         most = (len(self._expected) or MOST_BATCHES) + self._ends
-        asked = RunJob(**{"batches": most, "seconds": seconds, **job})
-        answer = (self._elsewhere if elsewhere else self._here).ask(asked, self._cap)
+        values: dict[str, Any] = {"batches": most, "seconds": seconds, **job}
+        answer = (self._elsewhere if elsewhere else self._here).ask(RunJob(**values), self._cap)
         return RunResult(failure=answer) if isinstance(answer, UserFailure) else answer
 
     # ------------------------------------------------------------------------------------ the undisturbed run
