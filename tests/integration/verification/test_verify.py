@@ -331,7 +331,7 @@ def test_draws_follow_from_the_seed() -> None:
     """The same seed draws the same runs, another seed others; a stream keeps its number of workers, threads are not
     killed, and a single batch has no place to resume from.
     """
-    facts = LoaderFacts("torch.DataLoader", False, False, False, 2, False, "fork", False, False, True)
+    facts = LoaderFacts("torch.DataLoader", False, False, False, 2, False, "fork", False, False, False, True)
     ways = ["fork", "spawn"]
     one, same, other = (list(disturbances(facts, ways, 9, seed)) for seed in (1, 1, 2))
     assert one == same != other
