@@ -28,7 +28,6 @@ from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import LoaderFacts
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
-
 _PLAIN_ORDERS = [
     (sampler, batch_sampler)
     for sampler in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
