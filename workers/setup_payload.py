@@ -19,7 +19,7 @@ import os
 import pickle
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
 from multiprocessing import reduction
 from typing import Any, NamedTuple
@@ -236,20 +236,20 @@ def find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, Any
     """
     if _pickles(value):
         return None, None
-    for name, part in _parts(value).items() if depth else ():
+    for name, part in _parts(value) if depth else ():
         found, culprit = find_unpicklable(f"{path}{name}", part, depth - 1)
         if found is not None:
             return found, culprit
     return path, value
 
 
-def _parts(value: Any) -> dict[str, Any]:
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
-        return {f"[{key!r}]": each for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return {f"[{number}]": each for number, each in enumerate(value)}
-    own = getattr(value, "__dict__", None)
-    return {f".{name}": each for name, each in own.items()} if isinstance(own, dict) else {}
+        yield from ((f"[{key!r}]", each) for key, each in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"[{number}]", each) for number, each in enumerate(value))
+    elif isinstance(own := getattr(value, "__dict__", None), dict):
+        yield from ((f".{name}", each) for name, each in own.items())
 
 
 def _pickles(value: Any) -> bool:

@@ -25,6 +25,7 @@ class LoaderFacts(NamedTuple):
         method: how worker processes are started.
         asynchronous: whether samples are made concurrently, in coroutines.
         stateful: whether the dataset has a `state_dict`.
+        sampler: whether it has a sampler of the user's, which may count its epochs.
         ranks: whether its batches can be cut into those of two ranks.
     """
 
@@ -37,6 +38,7 @@ class LoaderFacts(NamedTuple):
     method: str
     asynchronous: bool
     stateful: bool
+    sampler: bool
     ranks: bool
 
 

@@ -28,6 +28,12 @@ from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import LoaderFacts
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
+_PLAIN_ORDERS = [
+    (sampler, batch_sampler)
+    for sampler in (torch.utils.data.RandomSampler, torch.utils.data.SequentialSampler)
+    for batch_sampler in (torch.utils.data.BatchSampler, type(None))
+]
+
 
 class CannotVerify(ValueError):
     """The target makes no loader that can be verified. The text says why."""
@@ -172,6 +178,7 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
         method=getattr(context, "get_start_method", torch.multiprocessing.get_start_method)(),
         asynchronous=is_async_dataset(loader.dataset),
         stateful=hasattr(loader.dataset, "state_dict"),
+        sampler=not iterable and (type(loader.sampler), type(loader.batch_sampler)) not in _PLAIN_ORDERS,
         ranks=bool(halves and single and not iterable),
     )
 

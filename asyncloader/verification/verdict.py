@@ -73,8 +73,7 @@ def drawn(draws: Sequence[Draw], state: State, number: int, why: str) -> Finding
     if more:
         text += f". So do {', '.join(f'{each.line} ({each.generator})' for each in more[:5])}"
     advice = f"{OWN_GENERATOR}; elsewhere give the sampler or dataset a generator with a seed"
-    name = "random numbers" if state == "problem" else "ambient seeds"
-    return at(name, state, first.line, text, advice, batch=number)
+    return at("random numbers", state, first.line, text, advice, batch=number)
 
 
 def differs(number: int, fields: str, seen: str, advice: str = "") -> Finding:

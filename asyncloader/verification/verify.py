@@ -132,8 +132,8 @@ class Verification:
         # The number of batches bounds a run that is compared: it is not to be cut off while its workers are started.
         seconds = self._cap / 2 if self._expected else max(self._seconds / 6, 5.0)
         most = (len(self._expected) or MOST_BATCHES) + self._ends
-        asked = RunJob(**{"batches": most, "seconds": seconds, **job})
-        answer = (self._elsewhere if elsewhere else self._here).ask(asked, self._cap)
+        values: dict[str, Any] = {"batches": most, "seconds": seconds, **job}
+        answer = (self._elsewhere if elsewhere else self._here).ask(RunJob(**values), self._cap)
         return RunResult(failure=answer) if isinstance(answer, UserFailure) else answer
 
     # ------------------------------------------------------------------------------------ the undisturbed run
@@ -296,6 +296,10 @@ class Verification:
 
     def _other(self, number: int, got: Batch, each: Disturbance) -> Finding:
         found = verdict.differs(number, verdict.fields_of(self._expected[number], got), f"with {each}")
+        if each.kind in ("again", "break") and self._facts.sampler and not self._facts.seeded:
+            # Where no seed says that an epoch can be read again, a sampler may count its epochs.
+            advice = "let the order follow from a seed and the epoch's number, which the loader gives to set_epoch()"
+            return found._replace(state="note", advice=advice)
         return self._drawn_in_threads(number, found, each) or found
 
     def _drawn_in_threads(self, number: int, found: Finding, each: Disturbance) -> Finding | None:
@@ -335,4 +339,4 @@ class Verification:
 
 def _cause(finding: Finding) -> object:
     """Return what findings of the same cause share."""
-    return finding.name, *(finding.figures.get(key) for key in ("error", "file", "line", "fields"))
+    return finding.name, finding.state, *(finding.figures.get(key) for key in ("error", "file", "line", "fields"))

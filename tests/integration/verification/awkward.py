@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, WeightedRandomSampler, get_worker_info
 
 import asyncloader
 from tests.integration.verification.planted import Rows, loader
@@ -38,6 +38,11 @@ class Sound(Rows):
 
 def sound() -> Any:
     return loader(Sound(), shuffle=True)
+
+
+def weighted() -> Any:
+    generator = torch.Generator().manual_seed(7)  # goes on from epoch to epoch
+    return loader(Rows(), sampler=WeightedRandomSampler([1.0] * 32, 32, generator=generator))
 
 
 class Divided(IterableDataset[Any]):

@@ -140,6 +140,14 @@ def test_a_sound_loader_has_no_problem(name: str, runs: int, verified: Verify) -
     assert len(findings[-1].figures["runs"]) == runs, findings
 
 
+@pytest.mark.thorough
+def test_a_sampler_may_count_its_epochs(verified: Verify) -> None:
+    """Where no seed says that an epoch can be read again, another order in the next is a note."""
+    findings = verified("weighted", 0.01, runs=4)
+    assert [each.state for each in findings if each.name == "bytes"] == ["note"], findings
+    assert not [each for each in findings if each.state == "problem"], findings
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sound", "divided", "local_class"])
 def test_a_sound_loader_has_no_problem_in_any_drawn_run(name: str, verified: Verify) -> None:
@@ -331,7 +339,7 @@ def test_draws_follow_from_the_seed() -> None:
     """The same seed draws the same runs, another seed others; a stream keeps its number of workers, threads are not
     killed, and a single batch has no place to resume from.
     """
-    facts = LoaderFacts("torch.DataLoader", False, False, False, 2, False, "fork", False, False, True)
+    facts = LoaderFacts("torch.DataLoader", False, False, False, 2, False, "fork", False, False, False, True)
     ways = ["fork", "spawn"]
     one, same, other = (list(disturbances(facts, ways, 9, seed)) for seed in (1, 1, 2))
     assert one == same != other

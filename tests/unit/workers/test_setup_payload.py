@@ -182,6 +182,7 @@ def local_function() -> Any:
 EXPLAINED = {
     "dataset attribute": (setup(Data(ok=1, lock=threading.Lock())), "dataset.lock = <unlocked _thread.lock"),
     "deep attribute": (setup(Data(inner=Data(file=Data(f=local_function())))), "dataset.inner.file.f = <function"),
+    "in containers": (setup(Data(fns={"a": [1, local_function()]})), "dataset.fns['a'][1] = <function"),
     "dataset itself": (setup(threading.Lock()), "dataset = <unlocked _thread.lock"),
     "collate_fn": (setup([1], collate_fn=local_function()), "collate_fn = <function"),
     "worker_init_fn": (setup([1], worker_init_fn=local_function()), "worker_init_fn = <function"),
