@@ -194,6 +194,8 @@ class StateKeeper:
         if isinstance(config.source, PositionSource):
             config.source.ranks = self._ranks(config)
         progress.agreement = self._agreement(spec, config, progress.first_step)
+        if finished is not None and config.iterable:
+            progress.generator_continues(finished)  # before the epoch draws from it
         if config.assigns_shards and progress.saved_assignment is None:
             from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
 
@@ -205,9 +207,8 @@ class StateKeeper:
             progress.follows = True
             progress.carried = finished["workers"]
             _follow(progress, finished)
-            if not config.iterable:
-                # After `_follow`, which sets the generator, and before the base seed is drawn from it.
-                _keep_generator(progress)
+            # After `_follow`, which sets the generator, and before the base seed is drawn from it.
+            _keep_generator(progress)
         return progress
 
     def mark(self) -> Callable[[], None]:
@@ -294,8 +295,9 @@ class StateKeeper:
         fresh = self._progress(config, self._clock_of(config), None)
         fresh.starts(max(1, config.num_workers), 0, None)
         state, prospect = fresh.state(), of_a_first_epoch(config, spec._asyncloader_workers_begin)
+        state["generators"] = prospect.generators  # of a stream: None, as nothing was drawn yet
         if not config.iterable:
-            state |= {"sampler": prospect.sampler, "generators": prospect.generators}
+            state["sampler"] = prospect.sampler
         _foretell(state, prospect)
         return state
 
@@ -348,6 +350,8 @@ class StateKeeper:
                 raise StateError(f"{error}; {AS_A_SET}") from None
             raise
         workers = state["workers"]
+        if config.iterable and (workers is None or workers["rank"] != here.rank):
+            state["generators"] = None  # another rank's numbers must not be repeated
         if workers is not None and (state["finished"] or not any(workers["given"])):
             # Between epochs any loader can begin, but only a loader with the same workers and ranks restores datasets.
             same = here._asdict() | {"loader_streams": config.loader_streams}
@@ -418,8 +422,9 @@ def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
 
 
 def _keep_generator(progress: Progress) -> None:
-    own = own_generator(base_sampler(progress.config.index_sampler))
-    if own is not None and progress.config.persistent_workers:
+    config = progress.config
+    own = config.generator if config.iterable else own_generator(base_sampler(config.index_sampler))
+    if own is not None and config.persistent_workers:
         progress.generator_then = own, own.get_state()
 
 
@@ -444,6 +449,8 @@ def _follow(progress: Progress, finished: dict[str, Any]) -> None:
     """Advance the sampler to the end of its last epoch, where its next epoch begins."""
     saved, generators = finished["sampler"], finished["generators"]
     index_sampler = progress.config.index_sampler
+    if progress.config.iterable:
+        return
     if progress.config.source is not None:
         progress.drained = saved
         progress.undrained = {name: value for name, value in finished.items() if name != "cut"}
