@@ -30,7 +30,7 @@ from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
-from asyncloader.state.cursors import described_data
+from asyncloader.state.cursors import continue_generator, described_data
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress
@@ -194,8 +194,7 @@ class StateKeeper:
         if isinstance(config.source, PositionSource):
             config.source.ranks = self._ranks(config)
         progress.agreement = self._agreement(spec, config, progress.first_step)
-        if finished is not None and config.iterable:
-            progress.generator_continues(finished)  # before the epoch draws from it
+        continue_generator(config, finished)  # before the epoch draws from it
         if config.assigns_shards and progress.saved_assignment is None:
             from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.samplers.generators import generator_text, set_generators
 from asyncloader.workers.fetch.dataset_kinds import digest_of
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
 
@@ -25,6 +26,17 @@ def marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
         beyond.remove(step)
         step += 1
     return step, beyond
+
+
+def generator_of_stream(config: EpochConfig) -> dict[str, str] | None:
+    """Return the state of the generator from which the later epochs of a stream are drawn, for a position; or None."""
+    return {"own": generator_text(config.generator)} if config.iterable and config.generator is not None else None
+
+
+def continue_generator(config: EpochConfig, saved: dict[str, Any] | None) -> None:
+    """Set the generator of a stream's loader to its state in a saved position."""
+    if config.iterable and config.generator is not None and saved is not None and saved["generators"] is not None:
+        set_generators(saved["generators"], config.generator)
 
 
 def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]:

@@ -16,9 +16,8 @@ from asyncloader.errors import StateError
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
-from asyncloader.samplers.generators import generator_text, set_generators
 from asyncloader.samplers.index_stream import IndexStream, StateLog
-from asyncloader.state.cursors import described_data, marked, value_cursor
+from asyncloader.state.cursors import continue_generator, described_data, generator_of_stream, marked, value_cursor
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
@@ -272,17 +271,9 @@ class Progress:
             generator, state = self.generator_then
             generator.set_state(state)
 
-    def generator_continues(self, saved: dict[str, Any] | None) -> None:
-        """Set the generator of a stream's loader to its state in a saved position, so that later epochs are those that
-        would have come.
-        """
-        generator = self.config.generator
-        if self.config.iterable and generator is not None and saved is not None and saved["generators"] is not None:
-            set_generators(saved["generators"], generator)
-
     def drawn(self) -> None:
-        """The epoch's numbers were drawn, which a loaded position within it has, too."""
-        self.generator_continues(self._resumed)
+        """The epoch's numbers were drawn, as in the loaded position within it."""
+        continue_generator(self.config, self._resumed)
 
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
@@ -476,8 +467,7 @@ class Progress:
         generators = None if drawn is None else dict(drawn)
         if finished and stream is not None and generators is not None and "own" in generators:
             generators["own"] = stream.own_state() or generators["own"]  # where the next epoch continues
-        if self.config.iterable and self.config.generator is not None:
-            generators = {"own": generator_text(self.config.generator)}
+        generators = generators or generator_of_stream(self.config)
         if stream is not None:
             sampler = stream.state(self._step)
         else:
