@@ -30,7 +30,7 @@ from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
-from asyncloader.state.cursors import continue_generator, described_data
+from asyncloader.state.cursors import continue_generator, described_data, length_or_none, reads_by_chance
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress
@@ -236,7 +236,7 @@ class StateKeeper:
         self._group = make_group(config.topology, config.group, self._group)
         steps = None
         if length_is_exact(config.dataset, config.loader_streams or config.num_workers, assigns_shards=assigned):
-            steps = _length(spec)
+            steps = length_or_none(spec)
             if steps is not None:
                 steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
         advice = _SHARED if assigned else _NUMBERED
@@ -248,11 +248,11 @@ class StateKeeper:
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         streams = None
-        if config.iterable or (config.stateful and not _reads_by_chance(config)):
+        if config.iterable or (config.stateful and not reads_by_chance(config)):
             streams = {"num_workers": config.num_workers, **config.topology._asdict()}
             if config.loader_streams is not None:
                 streams["loader_streams"] = config.loader_streams
-        total = _length(config.index_sampler) if config.seeded and not config.iterable else None
+        total = length_or_none(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
         ranks = _sharing_ranks(config)
         described = _described(config, ranks) | {"world_size": ranks}
@@ -283,7 +283,7 @@ class StateKeeper:
             # As it was given, with the keys that other libraries have added.
             return _with_feedback(config, copy.deepcopy(loaded))
         if newest is not None and not elsewhere:
-            if config.stateful and _reads_by_chance(config):
+            if config.stateful and reads_by_chance(config):
                 self._check_exact(config, newest, finished=not running)
             if before_last:
                 return newest.state_before_last()
@@ -390,18 +390,6 @@ class StateKeeper:
         self._moment = () if self._old is None else self._old.moment
 
 
-def _reads_by_chance(config: EpochConfig) -> bool:
-    """Whether it is not determined which samples a copy of the map dataset reads, and in which order."""
-    return config.seeded and not config.iterable and (config.num_workers > 1 or config.concurrent)
-
-
-def _length(index_sampler: Any) -> int | None:
-    try:
-        return len(index_sampler)
-    except TypeError:
-        return None
-
-
 def _with_feedback(config: EpochConfig, state: dict[str, Any]) -> dict[str, Any]:
     """Add to a mixture's state the weights that `feedback` has given and no batch has followed yet. In place."""
     if isinstance(config.source, PositionSource):
@@ -429,17 +417,17 @@ def _keep_generator(progress: Progress) -> None:
 
 def _samples(index_sampler: Any) -> int | None:
     """Number of items in the order that ranks share; None if unknown."""
-    return _length(index_sampler.sampler) if isinstance(index_sampler, RankView) else None
+    return length_or_none(index_sampler.sampler) if isinstance(index_sampler, RankView) else None
 
 
 def _most_steps(config: EpochConfig) -> int | None:
     """Most steps that an epoch can have, on any number of ranks; None if unknown."""
     index_sampler, source = config.index_sampler, config.source
     if isinstance(source, PositionSource):
-        samples = _length(source.sampler)
+        samples = length_or_none(source.sampler)
         return None if samples is None else source.most_steps(samples)
     if not isinstance(index_sampler, RankView):
-        return _length(index_sampler)
+        return length_or_none(index_sampler)
     items = _samples(index_sampler)
     return None if items is None else items // index_sampler.cutter.stride + 1
 

@@ -11,7 +11,7 @@ from typing import Any
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.generators import generator_text, set_generators
 from asyncloader.workers.fetch.dataset_kinds import digest_of
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 
 
 def value_cursor(cursor: PackedCursor | None) -> Cursor | None:
@@ -50,3 +50,29 @@ def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]
         with suppress(Exception):
             found["data_digest"] = digest_of(config.dataset, find=find)
     return found
+
+
+def packed_cursor(cursor: Cursor | None) -> PackedCursor | None:
+    """Return the packed form of a cursor."""
+    return None if cursor is None else pickle_cursor(cursor)
+
+
+def later_cursor(cursor: Cursor | None, assigned: bool) -> Cursor | None:
+    """Return `Cursor.epoch_later`. `assigned`: each epoch assigns the shards of the stream once more."""
+    if cursor is None:
+        return None
+    # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
+    return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
+
+
+def reads_by_chance(config: EpochConfig) -> bool:
+    """Whether it is not determined which samples a copy of the map dataset reads, and in which order."""
+    return config.seeded and not config.iterable and (config.num_workers > 1 or config.concurrent)
+
+
+def length_or_none(index_sampler: Any) -> int | None:
+    """Return its length; None if it has none."""
+    try:
+        return len(index_sampler)
+    except TypeError:
+        return None

@@ -17,7 +17,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
-from asyncloader.state.cursors import continue_generator, described_data, generator_of_stream, marked, value_cursor
+from asyncloader.state import cursors as parts
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
@@ -238,10 +238,10 @@ class Progress:
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             # Persistent workers still have their datasets: they go on without a cursor.
             if new_workers and len(self._inherited) == copies:
-                found = [value_cursor(cursor) for cursor in self._inherited]
+                found = [parts.value_cursor(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
-            starts = [EpochStart(*options, _later(each, assigned), message=self.message) for each in found]
-            self._cursors = [_packed(start.cursor) for start in starts]
+            starts = [EpochStart(*options, parts.later_cursor(each, assigned), message=self.message) for each in found]
+            self._cursors = [parts.packed_cursor(start.cursor) for start in starts]
             if len(self._inherited) == copies:
                 self._cursors = self._inherited
             return base_seed, starts if streams is None else by_worker(starts, workers)
@@ -261,7 +261,10 @@ class Progress:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             assigned = before.assignment is not None
-            self._inherited = [_packed(_later(value_cursor(cursor), assigned)) for cursor in before._cursors]
+            self._inherited = [
+                parts.packed_cursor(parts.later_cursor(parts.value_cursor(cursor), assigned))
+                for cursor in before._cursors
+            ]
 
     def base_seed_drawn(self) -> None:
         """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
@@ -273,7 +276,7 @@ class Progress:
 
     def drawn(self) -> None:
         """The epoch's numbers were drawn, as in the loaded position within it."""
-        continue_generator(self.config, self._resumed)
+        parts.continue_generator(self.config, self._resumed)
 
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
@@ -300,7 +303,7 @@ class Progress:
         if stream is not None and stream.unclaimed:
             step, beyond = self._step, self._beyond
             for each in stream.unclaimed:
-                step, beyond = marked(step, beyond, each)
+                step, beyond = parts.marked(step, beyond, each)
             # In one statement without a call, so that Ctrl-C cannot have the steps passed over twice.
             self._step, self._beyond, stream.unclaimed = step, beyond, []
 
@@ -467,7 +470,7 @@ class Progress:
         generators = None if drawn is None else dict(drawn)
         if finished and stream is not None and generators is not None and "own" in generators:
             generators["own"] = stream.own_state() or generators["own"]  # where the next epoch continues
-        generators = generators or generator_of_stream(self.config)
+        generators = generators or parts.generator_of_stream(self.config)
         if stream is not None:
             sampler = stream.state(self._step)
         else:
@@ -476,7 +479,7 @@ class Progress:
             "version": VERSION,
             **self._expects,
             "arguments": copy.copy(self._expects.get("arguments")),
-            **described_data(self.config),
+            **parts.described_data(self.config),
             "epoch": self.epoch,
             "step": self._step,
             "beyond": sorted(self._beyond),
@@ -517,15 +520,3 @@ class Progress:
             "given": list(self._given),
             "cursors": cursors,
         }
-
-
-def _packed(cursor: Cursor | None) -> PackedCursor | None:
-    return None if cursor is None else pickle_cursor(cursor)
-
-
-def _later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
-    """Return `Cursor.epoch_later`. `assigned`: each epoch assigns the shards of the stream once more."""
-    if cursor is None:
-        return None
-    # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
-    return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
