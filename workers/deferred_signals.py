@@ -13,11 +13,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator
+from contextlib import nullcontext
 from time import monotonic
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from asyncloader.plain_context import plain_context
+
+T = TypeVar("T")
 
 _Handler = Callable[[int, FrameType | None], Any]
 
@@ -37,6 +40,22 @@ def handlers_deferred() -> Generator[None]:
         yield
     finally:
         deferred.end()
+
+
+def each_deferred(made: Generator[T], add: Callable[[T], object], local: bool) -> None:
+    """Call `add` with each object that is made; Ctrl-C comes in between, when the object is known. `local`: else at any
+    time.
+    """
+    context = handlers_deferred if local else nullcontext
+    try:
+        while True:
+            with context():
+                add(next(made))
+    except StopIteration:
+        pass
+    finally:
+        with context():
+            made.close()
 
 
 class _Deferred:

@@ -18,7 +18,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from math import inf
 from time import perf_counter
@@ -26,7 +26,7 @@ from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.deferred_signals import handlers_deferred
+from asyncloader.workers.deferred_signals import each_deferred
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.inbox import Inbox
@@ -98,8 +98,7 @@ class WorkerPool:
         self._making = threading.Lock()
         self._vacant: set[int] = set()  # ids of workers that died and have no replacement yet
         self.processes: list[WorkerHandle] = []
-        self._kept = kept
-        self._statistics = statistics
+        self._kept, self._statistics = kept, statistics
         if statistics is not None:
             statistics.workers_start()
         self._ring_options = ring_options = RingOptions(
@@ -140,7 +139,8 @@ class WorkerPool:
         """
         made: list[WorkerHandle] = []
         try:
-            self._make_each(self._source.make(workers, setup), made)
+            # Connections to workers elsewhere may take long, and are closed with their objects.
+            each_deferred(self._source.make(workers, setup), partial(self._add, made), self.start_method != "service")
         except BaseException as error:
             with self._making:
                 if not self._stopped:
@@ -153,30 +153,15 @@ class WorkerPool:
             raise
         return made
 
-    def _make_each(self, processes: Generator[WorkerHandle], made: list[WorkerHandle]) -> None:
-        # Connections to workers elsewhere may take long, and are closed with their objects.
-        undisturbed = contextlib.nullcontext if self.start_method == "service" else handlers_deferred
-        try:
-            over = False
-            while not over:
-                # Ctrl-C comes when the worker is in the list, with all its descriptors, and can be ended.
-                with undisturbed():
-                    process = next(processes, None)
-                    if process is None:
-                        over = True
-                        continue
-                    made.append(process)
-                    if self._statistics is not None:
-                        self._statistics.add_worker(process.worker_id, process.recorder, process.node)
-                    # `stop` ends the processes that are in `_spare` when it gets the lock. A process that was made
-                    # later is ended here.
-                    with self._making:
-                        self._spare.add(process)
-                        if self._stopped:
-                            raise LoaderClosed("the workers were stopped")
-        finally:
-            with undisturbed():
-                processes.close()
+    def _add(self, made: list[WorkerHandle], process: WorkerHandle) -> None:
+        made.append(process)
+        if self._statistics is not None:
+            self._statistics.add_worker(process.worker_id, process.recorder, process.node)
+        # `stop` ends the processes that are in `_spare` when it gets the lock. A later one is ended by `make`.
+        with self._making:
+            self._spare.add(process)
+            if self._stopped:
+                raise LoaderClosed("the workers were stopped")
 
     def _inbox(self, process: WorkerHandle) -> Inbox:
         return Inbox(process, self.rings[process.worker_id], streams=self._streams)

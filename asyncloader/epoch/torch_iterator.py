@@ -90,6 +90,7 @@ class TorchIterator(_BaseDataLoaderIter):
             self._note_states()
             with _on_device_of(generator):
                 begin()
+            progress.drawn()
         finally:
             DRAWING.reset(token)
             self._awaited = self._states = None

@@ -30,7 +30,7 @@ from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.batch_change import in_batches_of
-from asyncloader.state.cursors import described_data
+from asyncloader.state.cursors import continue_generator, described_data, length_or_none, reads_by_chance
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress
@@ -194,6 +194,7 @@ class StateKeeper:
         if isinstance(config.source, PositionSource):
             config.source.ranks = self._ranks(config)
         progress.agreement = self._agreement(spec, config, progress.first_step)
+        continue_generator(config, finished)  # before the epoch draws from it
         if config.assigns_shards and progress.saved_assignment is None:
             from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
 
@@ -205,9 +206,8 @@ class StateKeeper:
             progress.follows = True
             progress.carried = finished["workers"]
             _follow(progress, finished)
-            if not config.iterable:
-                # After `_follow`, which sets the generator, and before the base seed is drawn from it.
-                _keep_generator(progress)
+            # After `_follow`, which sets the generator, and before the base seed is drawn from it.
+            _keep_generator(progress)
         return progress
 
     def mark(self) -> Callable[[], None]:
@@ -236,7 +236,7 @@ class StateKeeper:
         self._group = make_group(config.topology, config.group, self._group)
         steps = None
         if length_is_exact(config.dataset, config.loader_streams or config.num_workers, assigns_shards=assigned):
-            steps = _length(spec)
+            steps = length_or_none(spec)
             if steps is not None:
                 steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
         advice = _SHARED if assigned else _NUMBERED
@@ -248,11 +248,11 @@ class StateKeeper:
 
     def _progress(self, config: EpochConfig, clock: EpochClock, resumed: dict[str, Any] | None) -> Progress:
         streams = None
-        if config.iterable or (config.stateful and not _reads_by_chance(config)):
+        if config.iterable or (config.stateful and not reads_by_chance(config)):
             streams = {"num_workers": config.num_workers, **config.topology._asdict()}
             if config.loader_streams is not None:
                 streams["loader_streams"] = config.loader_streams
-        total = _length(config.index_sampler) if config.seeded and not config.iterable else None
+        total = length_or_none(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
         ranks = _sharing_ranks(config)
         described = _described(config, ranks) | {"world_size": ranks}
@@ -283,7 +283,7 @@ class StateKeeper:
             # As it was given, with the keys that other libraries have added.
             return _with_feedback(config, copy.deepcopy(loaded))
         if newest is not None and not elsewhere:
-            if config.stateful and _reads_by_chance(config):
+            if config.stateful and reads_by_chance(config):
                 self._check_exact(config, newest, finished=not running)
             if before_last:
                 return newest.state_before_last()
@@ -294,8 +294,9 @@ class StateKeeper:
         fresh = self._progress(config, self._clock_of(config), None)
         fresh.starts(max(1, config.num_workers), 0, None)
         state, prospect = fresh.state(), of_a_first_epoch(config, spec._asyncloader_workers_begin)
+        state["generators"] = prospect.generators  # of a stream: None, as nothing was drawn yet
         if not config.iterable:
-            state |= {"sampler": prospect.sampler, "generators": prospect.generators}
+            state["sampler"] = prospect.sampler
         _foretell(state, prospect)
         return state
 
@@ -348,6 +349,8 @@ class StateKeeper:
                 raise StateError(f"{error}; {AS_A_SET}") from None
             raise
         workers = state["workers"]
+        if config.iterable and (workers is None or workers["rank"] != here.rank):
+            state["generators"] = None  # another rank's numbers must not be repeated
         if workers is not None and (state["finished"] or not any(workers["given"])):
             # Between epochs any loader can begin, but only a loader with the same workers and ranks restores datasets.
             same = here._asdict() | {"loader_streams": config.loader_streams}
@@ -387,18 +390,6 @@ class StateKeeper:
         self._moment = () if self._old is None else self._old.moment
 
 
-def _reads_by_chance(config: EpochConfig) -> bool:
-    """Whether it is not determined which samples a copy of the map dataset reads, and in which order."""
-    return config.seeded and not config.iterable and (config.num_workers > 1 or config.concurrent)
-
-
-def _length(index_sampler: Any) -> int | None:
-    try:
-        return len(index_sampler)
-    except TypeError:
-        return None
-
-
 def _with_feedback(config: EpochConfig, state: dict[str, Any]) -> dict[str, Any]:
     """Add to a mixture's state the weights that `feedback` has given and no batch has followed yet. In place."""
     if isinstance(config.source, PositionSource):
@@ -418,24 +409,25 @@ def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
 
 
 def _keep_generator(progress: Progress) -> None:
-    own = own_generator(base_sampler(progress.config.index_sampler))
-    if own is not None and progress.config.persistent_workers:
+    config = progress.config
+    own = config.generator if config.iterable else own_generator(base_sampler(config.index_sampler))
+    if own is not None and config.persistent_workers:
         progress.generator_then = own, own.get_state()
 
 
 def _samples(index_sampler: Any) -> int | None:
     """Number of items in the order that ranks share; None if unknown."""
-    return _length(index_sampler.sampler) if isinstance(index_sampler, RankView) else None
+    return length_or_none(index_sampler.sampler) if isinstance(index_sampler, RankView) else None
 
 
 def _most_steps(config: EpochConfig) -> int | None:
     """Most steps that an epoch can have, on any number of ranks; None if unknown."""
     index_sampler, source = config.index_sampler, config.source
     if isinstance(source, PositionSource):
-        samples = _length(source.sampler)
+        samples = length_or_none(source.sampler)
         return None if samples is None else source.most_steps(samples)
     if not isinstance(index_sampler, RankView):
-        return _length(index_sampler)
+        return length_or_none(index_sampler)
     items = _samples(index_sampler)
     return None if items is None else items // index_sampler.cutter.stride + 1
 
@@ -444,6 +436,8 @@ def _follow(progress: Progress, finished: dict[str, Any]) -> None:
     """Advance the sampler to the end of its last epoch, where its next epoch begins."""
     saved, generators = finished["sampler"], finished["generators"]
     index_sampler = progress.config.index_sampler
+    if progress.config.iterable:
+        return
     if progress.config.source is not None:
         progress.drained = saved
         progress.undrained = {name: value for name, value in finished.items() if name != "cut"}

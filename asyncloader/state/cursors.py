@@ -9,6 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.samplers.generators import generator_text, set_generators
+from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.workers.fetch.dataset_kinds import digest_of
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 
@@ -27,6 +29,24 @@ def marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
     return step, beyond
 
 
+def generators(config: EpochConfig, indices: IndexStream | None, finished: bool) -> dict[str, str] | None:
+    """Return the states of generators in a position: those from which the order was drawn; of a stream, that from which
+    the later epochs are drawn. None: there are none.
+    """
+    drawn = None if indices is None else indices.drawn()
+    if not drawn or indices is None:
+        return {"own": generator_text(config.generator)} if config.iterable and config.generator is not None else None
+    if finished and "own" in drawn:
+        return {**drawn, "own": indices.own_state() or drawn["own"]}  # where the next epoch continues
+    return dict(drawn)
+
+
+def continue_generator(config: EpochConfig, saved: dict[str, Any] | None) -> None:
+    """Set the generator of a stream's loader to its state in a saved position."""
+    if config.iterable and config.generator is not None and saved is not None and saved["generators"] is not None:
+        set_generators(saved["generators"], config.generator)
+
+
 def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]:
     """Return the length of a map dataset, and the digest of its data; None where it has none, and for a stream. `find`:
     as of `digest_of`.
@@ -40,14 +60,27 @@ def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]
     return found
 
 
-def packed(cursor: Cursor | None) -> PackedCursor | None:
+def packed_cursor(cursor: Cursor | None) -> PackedCursor | None:
     """Return the packed form of a cursor."""
     return None if cursor is None else pickle_cursor(cursor)
 
 
-def later(cursor: Cursor | None, assigned: bool) -> Cursor | None:
+def later_cursor(cursor: Cursor | None, assigned: bool) -> Cursor | None:
     """Return `Cursor.epoch_later`. `assigned`: each epoch assigns the shards of the stream once more."""
     if cursor is None:
         return None
     # The state of such an iterator is its place in the shards of this epoch, which the next epoch assigns once more.
     return (cursor._replace(iterator=None) if assigned else cursor).epoch_later()
+
+
+def reads_by_chance(config: EpochConfig) -> bool:
+    """Whether it is not determined which samples a copy of the map dataset reads, and in which order."""
+    return config.seeded and not config.iterable and (config.num_workers > 1 or config.concurrent)
+
+
+def length_or_none(index_sampler: Any) -> int | None:
+    """Return its length; None if it has none."""
+    try:
+        return len(index_sampler)
+    except TypeError:
+        return None

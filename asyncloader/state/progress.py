@@ -17,7 +17,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
-from asyncloader.state.cursors import described_data, later, marked, packed, value_cursor
+from asyncloader.state import cursors as parts
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.schema import VERSION, explain_streams
 from asyncloader.state.tally import Tally
@@ -241,10 +241,10 @@ class Progress:
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             # Persistent workers still have their datasets: they go on without a cursor.
             if new_workers and len(self._inherited) == copies:
-                found = [value_cursor(cursor) for cursor in self._inherited]
+                found = [parts.value_cursor(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
-            starts = [EpochStart(*options, later(each, assigned), message=self.message) for each in found]
-            self._cursors = [packed(start.cursor) for start in starts]
+            starts = [EpochStart(*options, parts.later_cursor(each, assigned), message=self.message) for each in found]
+            self._cursors = [parts.packed_cursor(start.cursor) for start in starts]
             if len(self._inherited) == copies:
                 self._cursors = self._inherited
             return base_seed, starts if streams is None else by_worker(starts, workers)
@@ -264,7 +264,8 @@ class Progress:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             assigned = before.assignment is not None
-            self._inherited = [packed(later(value_cursor(cursor), assigned)) for cursor in before._cursors]
+            values = map(parts.value_cursor, before._cursors)
+            self._inherited = [parts.packed_cursor(parts.later_cursor(cursor, assigned)) for cursor in values]
 
     def base_seed_drawn(self) -> None:
         """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
@@ -273,6 +274,10 @@ class Progress:
         if self.generator_then is not None:
             generator, state = self.generator_then
             generator.set_state(state)
+
+    def drawn(self) -> None:
+        """The epoch's numbers were drawn, as in the loaded position within it."""
+        parts.continue_generator(self.config, self._resumed)
 
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
@@ -301,7 +306,7 @@ class Progress:
         if stream is not None and stream.unclaimed:
             step, beyond = self._step, self._beyond
             for each in stream.unclaimed:
-                step, beyond = marked(step, beyond, each)
+                step, beyond = parts.marked(step, beyond, each)
             # In one statement without a call, so that Ctrl-C cannot have the steps passed over twice.
             self._step, self._beyond, stream.unclaimed = step, beyond, []
 
@@ -345,9 +350,7 @@ class Progress:
             at += 1
         else:
             # The set is as large as the distance to a straggler: it is not copied.
-            at, added = self._past(*(() if self._failed is None else (self._failed,)), task)
-            passed = {each for each in range(self._step, at) if each in beyond}
-            later = {each for each in added if each >= at}
+            at, added, passed, later = self._past(*(() if self._failed is None else (self._failed,)), task)
         # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
         self._previous, self._added = previous, added
         self._step = at
@@ -363,8 +366,10 @@ class Progress:
                 self._cursors[worker] = cursor
         self._delivered = task
 
-    def _past(self, *tasks: int) -> tuple[int, set[int]]:
-        """The first step that is not done after these tasks, and the steps that they add."""
+    def _past(self, *tasks: int) -> tuple[int, set[int], set[int], set[int]]:
+        """The first step that is not done after these tasks, and the steps that they add; of the steps beyond, those
+        that it has passed, and those that come in addition.
+        """
         at, beyond, added = self._step, self._beyond, set[int]()
         for each in tasks:
             number = self._steps.get(each)
@@ -375,7 +380,8 @@ class Progress:
             added.add(number)
             while at in added or at in beyond:
                 at += 1
-        return at, added
+        passed = {each for each in range(self._step, at) if each in beyond}
+        return at, added, passed, {each for each in added if each >= at}
 
     def failed(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets an error instead of the batch. Idempotent.
@@ -392,9 +398,7 @@ class Progress:
             self._unread = task, worker, cursor
             return
         before, beyond = self._failed, self._beyond
-        at, added = self._past(*(() if before is None else (before,)))
-        passed = {each for each in range(self._step, at) if each in beyond}
-        later = {each for each in added if each >= at}
+        at, added, passed, later = self._past(*(() if before is None else (before,)))
         if self._previous and added:
             added |= {self._previous[0]} if self._added is None else self._added
             self._added = added  # steps that are not in the position before the last delivery
@@ -470,10 +474,6 @@ class Progress:
             )
         self._pass_over()
         stream = self._stream
-        drawn = None if stream is None else stream.drawn()
-        generators = None if drawn is None else dict(drawn)
-        if finished and stream is not None and generators is not None and "own" in generators:
-            generators["own"] = stream.own_state() or generators["own"]  # where the next epoch continues
         if stream is not None:
             sampler = stream.state(self._step)
         else:
@@ -482,13 +482,13 @@ class Progress:
             "version": VERSION,
             **self._expects,
             "arguments": copy.copy(self._expects.get("arguments")),
-            **described_data(self.config),
+            **parts.described_data(self.config),
             "epoch": self.epoch,
             "step": self._step,
             "beyond": sorted(self._beyond),
             "finished": finished,
             "sampler": copy.deepcopy(sampler),
-            "generators": generators,
+            "generators": parts.generators(self.config, stream, finished),
             "seeds": None if self.seeds is None else dict(self.seeds),
             "workers": None if self._streams is None else self._worker_states(self._streams, finished),
         }

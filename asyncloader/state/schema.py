@@ -22,7 +22,8 @@ states are):
     finished       whether the user has seen the epoch's end
     sampler        {at, ended, sampler, iterator}: a stateful sampler's own states after `at` steps, and whether it had
                    seen its end by then; or None
-    generators     {global, own}: generators that the sampler drew its order from (base64), or None
+    generators     {global, own}: generators that the sampler drew its order from (base64); of a stream, in torch mode
+                   with `generator=`, {own}: that generator, from which later epochs are drawn; or None
     seeds          {rank, base, shared}: the epoch's base seed, from which the workers' seeds count, and the datapipes'
                    shared seed, or None; both of the rank that saved them. After the end of an epoch: the next's.
                    None in seeded mode, and where they are unknown

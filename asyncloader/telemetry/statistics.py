@@ -223,13 +223,13 @@ class Statistics(LoaderFigures):
         # Tasks that share an async iterator wait at the same time, so they may have waited longer than has passed.
         self._note_consumer(passed - waited if waited < passed else 0.0)
 
-    def came_oneoff(self, nbytes: int, needed: int | None, ring_bytes: int) -> None:
+    def came_oneoff(self, nbytes: int, needed: int, ring_bytes: int | None) -> None:
         """Count a batch that came in memory of its own, if its worker's ring can never hold one of that size.
 
         Args:
             nbytes: of the batch.
-            needed: size of a ring that could; None: the worker's can.
-            ring_bytes: of the worker's ring.
+            needed: size of a ring that could; 0: the worker's can.
+            ring_bytes: the bound of the worker's ring; None: it has none.
         """
         if not needed:
             return

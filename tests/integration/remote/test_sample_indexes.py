@@ -291,7 +291,7 @@ def test_a_loop_that_was_stopped_while_it_makes_an_index(
     monkeypatch.setattr(Indexer, "make", stops)
     with asyncio.Runner(loop_factory=LOOPS[kind]) as runner:
         stopped = runner.get_loop()
-        first = stopped.create_task(anext(aiter(loader)))  # type: ignore[arg-type]
+        first = stopped.create_task(anext(aiter(loader)))
         stopped.run_forever()
         assert not first.done()
         with monkeypatch.context() as patch:

@@ -19,6 +19,10 @@ from tests.helpers.seeded_runs import Stepwise
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
+def plain(batches: list[torch.Tensor]) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
@@ -43,6 +47,34 @@ def test_states_between_epochs(workers: int, tars: str) -> None:
     with Stepwise("sync", dataset, **options) as run:
         run.loader.load_state_dict(state)
         assert [batch.tolist() for batch in run.epoch()] == second
+
+
+@pytest.mark.parametrize("kind", BOTH)
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.thorough)])
+def test_later_epochs_with_a_generator(kind: str, workers: int, tars: str) -> None:
+    """Without `seed=` the order of each epoch is drawn from `generator=`, which a state has: those after a resumed one,
+    too, are those of the uninterrupted run, in whatever state the process's generators are.
+    """
+    dataset = dataset_of(tars, shuffle_buffer=6)
+
+    def run(seed: int) -> Stepwise:
+        generator = torch.Generator().manual_seed(seed)
+        return Stepwise(kind, dataset, **with_method({"batch_size": 4, "num_workers": workers, "generator": generator}))
+
+    states: list[tuple[dict[str, Any], list[Any]]] = []  # and what follows
+    with run(3) as first:
+        first.epoch()
+        first.begin()
+        first.take(2)
+        within = first.loader.state_dict()
+        rest = plain(first.rest())
+        ended = first.loader.state_dict()
+        later = [plain(first.epoch()) for _ in range(2)]
+        states += [(within, [rest, *later]), (ended, later)]
+    for state, following in states:
+        with run(4) as second:
+            second.loader.load_state_dict(state)
+            assert [plain(second.epoch()) for _ in following] == following
 
 
 @pytest.mark.parametrize("at", ["the middle", "the end"])
