@@ -12,6 +12,7 @@ strike it, all drawn from the seed. Each case runs in a process of its own, whic
     runner.py              the processes of many cases
     plants.py              bugs to be planted, which the runner must find
     report.py              the page with the numbers of the last long run
+    interrupted.py, interrupted_cases.py   epochs in which one thing fails (`--interrupted`), with their own oracle
 """
 
 from __future__ import annotations
