@@ -36,6 +36,9 @@ class PackedLoader:
 
     A row is what `PackSequences` makes of it, on the device of the loader's batches.
 
+    The loader's epoch is over with its last window: after a loop that is left within the rows of that one, the next
+    loop begins the next epoch, unless a state is loaded.
+
     Args:
         loader: with ``batch_size=`` and ``collate_fn=JoinSequences(...)``.
         drop_last: leave out the remainder of the last window: of each domain, one row that is not full. Default
