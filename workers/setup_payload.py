@@ -244,12 +244,12 @@ def find_unpicklable(path: str, value: Any, depth: int) -> tuple[str | None, Any
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(own := getattr(value, "__dict__", None), dict):
+        yield from ((f".{name}", each) for name, each in own.items())
     if isinstance(value, dict):
         yield from ((f"[{key!r}]", each) for key, each in value.items())
     elif isinstance(value, list | tuple):
         yield from ((f"[{number}]", each) for number, each in enumerate(value))
-    elif isinstance(own := getattr(value, "__dict__", None), dict):
-        yield from ((f".{name}", each) for name, each in own.items())
 
 
 def _pickles(value: Any) -> bool:

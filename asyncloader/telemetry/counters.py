@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from itertools import accumulate
 from math import frexp
 from struct import Struct
+from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -284,3 +285,26 @@ def record_process(recorder: Recorder) -> None:
     _process.block = recorder.block
     _process.sink = None
     _current.set(None)  # a forked worker inherits its parent's
+
+
+class TimedCollate:
+    """A collate function whose calls, within the fetch of a batch, are timed.
+
+    Attributes:
+        seconds: of the last call; the reader sets it to 0.
+    """
+
+    __slots__ = ("_function", "_time", "seconds")
+
+    def __init__(self, function: Callable[[Any], Any], time: Callable[[Stage, float], None]) -> None:
+        self._function = function
+        self._time = time
+        self.seconds = 0.0
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch of these samples."""
+        began = perf_counter()
+        batch = self._function(samples)
+        self.seconds = perf_counter() - began
+        self._time("collate", self.seconds)
+        return batch

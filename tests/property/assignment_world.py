@@ -163,7 +163,9 @@ class World:
         resumed = None if state is None else check_state(state)
         clock = EpochClock([], None, seeded=True)
         self.progress = Progress(clock, expects, streams, resumed, None, case.every, Tally())
-        self.progress.config = cast("Any", SimpleNamespace(assigns_shards=True, loader_streams=None, iterable=True))
+        self.progress.config = cast(
+            "Any", SimpleNamespace(assigns_shards=True, loader_streams=None, iterable=True, generator=None)
+        )
         _, starts = self.progress.starts(case.workers, 7, None)
         names = [str(number) for number in range(len(case.shards))]
         assignments = EpochAssignment(

@@ -22,7 +22,7 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.errors import StateError, interrupts, is_about_sample, is_tried_again
 from asyncloader.plain_context import plain_context
-from asyncloader.telemetry.counters import Recorder, Stage
+from asyncloader.telemetry.counters import Recorder, Stage, TimedCollate
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
@@ -42,7 +42,6 @@ from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, Sam
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
-from asyncloader.workers.fetch.timed_collate import TimedCollate
 
 
 class DatasetReader(ReaderEnd):

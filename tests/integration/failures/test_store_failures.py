@@ -196,16 +196,16 @@ def test_out_of_order_every_batch_comes(kind: str, tmp_path: Path) -> None:
     assert errors
 
 
+class Away(Map):
+    def __getitem__(self, index: int) -> int:
+        if index > 5:
+            raise ReadFailed("away")
+        return index
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_store_that_stays_away_fails_at_each_call(workers: int) -> None:
     """No call hangs, the epoch does not end, and its state does not move."""
-
-    class Away(Map):
-        def __getitem__(self, index: int) -> int:
-            if index > 5:
-                raise ReadFailed("away")
-            return index
-
     with DataLoader(Away(Store(None)), 3, num_workers=workers) as loader:
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]

@@ -136,10 +136,16 @@ def outcomes_and_states(
 
 
 def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
-    """The outcomes before a state, followed by those after it, are the outcomes of a run without interruption."""
+    """The outcomes before a state, followed by those after it, are those of a whole run; but for an error just before
+    the state, whose batch is asked for again.
+    """
     whole, _ = outcomes_and_states(kind, dataset, **options)
     first, state = outcomes_and_states(kind, dataset, stop=stop, **options)
-    rest = outcomes_and_states(kind, dataset, state, **options)[0] if len(first) == stop else []  # else it is over
+    rest: list[Any] = []
+    if len(first) == stop:  # else it is over
+        rest, _ = outcomes_and_states(kind, dataset, state, **options)
+        if isinstance(first[-1], str):
+            first.pop()
     assert first + rest == whole, (stop, first, rest)
 
 
@@ -147,7 +153,7 @@ def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
 @pytest.mark.parametrize("workers", [0, 1, 3])
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_state_behind_an_error(stateful: bool, workers: int, kind: str) -> None:
-    """The position counts a delivered error at once: no error is raised twice, and the order is the same."""
+    """The position counts an error once the next outcome is taken: a run that resumes behind it raises it again."""
     dataset = Stream(26, {0, 5, 6, 13}, stateful=stateful)
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "snapshot_every_n_steps": 10}
     if not stateful:

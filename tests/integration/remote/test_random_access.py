@@ -163,7 +163,7 @@ def test_resumed(folder: Path, expected: list[list[Any]]) -> None:
 def test_a_worker_that_dies_after_a_state_was_taken(tars: Path) -> None:
     """The state has the digest of the shards. Its being known then keeps no worker from being replaced."""
     (expected,) = read("sync", OPTIONS, RemoteMapDataset(f"{tars}/"), 1)
-    options = {**OPTIONS, "num_workers": 1, "multiprocessing_context": "fork"}
+    options: dict[str, Any] = {**OPTIONS, "num_workers": 1, "multiprocessing_context": "fork"}
     with DataLoader(RemoteMapDataset(f"{tars}/"), **options) as loader:
         batches: Any = iter(loader)
         got = [next(batches)]
