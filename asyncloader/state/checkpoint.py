@@ -194,7 +194,8 @@ class StateKeeper:
         if isinstance(config.source, PositionSource):
             config.source.ranks = self._ranks(config)
         progress.agreement = self._agreement(spec, config, progress.first_step)
-        continue_generator(config, finished)  # before the epoch draws from it
+        if finished is not None:
+            continue_generator(config, finished)  # before the epoch draws from it
         if config.assigns_shards and progress.saved_assignment is None:
             from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
 

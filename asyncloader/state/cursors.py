@@ -41,9 +41,9 @@ def generators(config: EpochConfig, indices: IndexStream | None, finished: bool)
     return dict(drawn)
 
 
-def continue_generator(config: EpochConfig, saved: dict[str, Any] | None) -> None:
+def continue_generator(config: EpochConfig, saved: dict[str, Any]) -> None:
     """Set the generator of a stream's loader to its state in a saved position."""
-    if config.iterable and config.generator is not None and saved is not None and saved["generators"] is not None:
+    if config.iterable and config.generator is not None and saved["generators"] is not None:
         set_generators(saved["generators"], config.generator)
 
 

@@ -84,8 +84,7 @@ class Progress:
         self._delivered: int | None = None  # the last task that was delivered
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
         self._stream: IndexStream | None = None
-        self.log: StateLog | None = None
-        """The states of an async sampler, saved by its reader."""
+        self.log: StateLog | None = None  # the states of an async sampler, saved by its reader
         self.follows = False
         """Whether a state was loaded that was saved at the end of an epoch, which this epoch follows."""
         self.carried: dict[str, Any] | None = None
@@ -277,7 +276,8 @@ class Progress:
 
     def drawn(self) -> None:
         """The epoch's numbers were drawn, as in the loaded position within it."""
-        parts.continue_generator(self.config, self._resumed)
+        if self.config.iterable and self._resumed is not None:
+            parts.continue_generator(self.config, self._resumed)
 
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
