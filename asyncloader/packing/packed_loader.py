@@ -15,6 +15,7 @@ from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.window_packer import WindowPacker
 from asyncloader.packing.windows import PackingOptions, Window
 from asyncloader.ranks.topology import Topology, topology
+from asyncloader.workers.tracebacks import hide_our_frames
 
 B = TypeVar("B")
 
@@ -186,8 +187,12 @@ class _SyncRows(_Rows[Iterator[Window]], Iterator[dict[str, Any]]):
                 raise StopIteration
             if not self._read:
                 self._state = self._owner.loader.state_dict()
-                # In C: a window that was taken is in the list, whenever Ctrl-C comes.
-                self._read.extend(islice(self._batches, 1))
+                try:
+                    # In C: a window that was taken is in the list, whenever Ctrl-C comes.
+                    self._read.extend(islice(self._batches, 1))
+                except BaseException as error:
+                    hide_our_frames(error)  # this one refers to the iterator, which may keep the error
+                    raise
             packer.add(self._state, self._read)
         packer.delivered += 1
         return row
@@ -203,7 +208,11 @@ class _AsyncRows(_Rows[AsyncIterator[Window]], AsyncIterator[dict[str, Any]]):
                 raise StopAsyncIteration
             if not self._read:
                 state = self._owner.loader.state_dict()
-                window = await anext(self._batches, None)
+                try:
+                    window = await anext(self._batches, None)
+                except BaseException as error:
+                    hide_our_frames(error)
+                    raise
                 self._state, self._read = state, [] if window is None else [window]
             packer.add(self._state, self._read)
         packer.delivered += 1

@@ -286,15 +286,26 @@ def test_other_fixed_streams_have_other_windows(tmp_path: Path) -> None:
             PackedLoader(loader).load_state_dict(packed.state_dict())
 
 
+class Bad(Map):
+    def __getitem__(self, index: int) -> Any:
+        if index == 50:
+            raise OSError("bad")
+        return sequence(index)
+
+
+async def test_an_error_refers_to_no_iterator(tmp_path: Path) -> None:
+    """One that the iterator keeps would keep that from being freed."""
+    options: dict[str, Any] = {"batch_size": 100, "collate_fn": JoinSequences(MOST)}
+    with pytest.raises(OSError, match="bad") as error:
+        next(iter(PackedLoader(DataLoader[Any](Bad(), **options))))
+    with pytest.raises(OSError, match="bad") as async_error:
+        await anext(aiter(PackedLoader(AsyncDataLoader[Any](Bad(), **options))))
+    for each in (error, async_error):
+        assert [entry.path.name for entry in each.traceback] == [Path(__file__).name] * 2
+
+
 def test_errors_of_the_loader_leave_the_rows_as_they_are(tmp_path: Path) -> None:
     """A window that cannot be made raises where its first row is asked for; the rows after it follow."""
-
-    class Bad(Map):
-        def __getitem__(self, index: int) -> Any:
-            if index == 50:
-                raise OSError("bad")
-            return sequence(index)
-
     packed = PackedLoader(DataLoader[Any](Bad(), batch_size=40, collate_fn=JoinSequences(MOST)))
     rows, tokens = iter(packed), list[int]()
     errors = 0
