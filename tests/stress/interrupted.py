@@ -245,7 +245,9 @@ class Run:
             self.reader.load(self.resumed)
         for epoch in range(first, EPOCHS):
             resumes = self.resumed is not None and epoch == first
-            self._epoch(epoch, self.base if resumes else 0, exact=resumes or not self.restarted)
+            # In torch mode a state between epochs does not have the next order.
+            exact = (resumes and self.base > 0) or not self.restarted
+            self._epoch(epoch, self.base if resumes else 0, exact=exact)
             self.reader.iterator = None
 
     def _epoch(self, epoch: int, at: int, *, exact: bool) -> None:
@@ -319,7 +321,8 @@ class Run:
             then = "state"  # once the last window was read, a new loop begins the next epoch
         if not case.seeded and at == 0:
             self.restarted, exact = True, False  # the order's seed may be drawn again
-        self.states.append((epoch, at, state, exact))
+        if exact or at == 0:  # else it is not known which samples are left
+            self.states.append((epoch, at, state, exact))
         if then == "retry":
             return None, exact
         self.restarted = not case.seeded
