@@ -314,7 +314,8 @@ class Run:
         """Do what the case's caller does: where the epoch goes on in a new iterator; whether in order."""
         case, then, state = self.case, self.case.then, self._save(epoch, at)
         if at == len(self.expected[epoch]):
-            then = "retry"
+            # A worker may have died before it said that its stream is over.
+            then = "state" if case.failure == "kill" and not json.loads(state).get("finished", True) else "retry"
         elif then == "retry" and case.failure in ("kill", "disk"):
             then = "state"  # the epoch may be over with the error
         elif then == "loop" and case.what == "packed" and at > base:
