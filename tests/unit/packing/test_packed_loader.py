@@ -301,7 +301,7 @@ async def test_an_error_refers_to_no_iterator(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="bad") as async_error:
         await anext(aiter(PackedLoader(AsyncDataLoader[Any](Bad(), **options))))
     for each in (error, async_error):
-        assert [entry.path.name for entry in each.traceback] == [Path(__file__).name] * 2
+        assert [Path(entry.path).name for entry in each.traceback] == [Path(__file__).name] * 2
 
 
 def test_errors_of_the_loader_leave_the_rows_as_they_are(tmp_path: Path) -> None:
