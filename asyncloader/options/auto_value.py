@@ -46,6 +46,13 @@ class AutoValue(str):
         """The value now."""
         return int(self.tuner.value)
 
+    @property
+    def found(self) -> tuple[int, float]:
+        """The value that was kept last, and the factor by which batches come faster than with the first value; 1: no
+        other value was kept.
+        """
+        return int(self.tuner.kept), float(self.tuner.gain)
+
     def drive(self, driver: object) -> bool:
         """Whether this is the object that changes the value: the first that asks, for as long as it lives. Several
         iterators of a loader would measure one another.

@@ -111,6 +111,9 @@ class Tuner:
         """The value now: of the trial, while one runs."""
         self.settled = False
         """Whether the last control led to no trial."""
+        self.gain = 1.0
+        """The factor by which batches come faster than with the first value: the product of the gains of the trials
+        whose values were kept."""
         self._before = value  # to which a rejected trial returns
         self._phase: Phase = "control"
         self._saves = False  # whether the trial is one that need not gain
@@ -138,6 +141,11 @@ class Tuner:
     def tries(self) -> bool:
         """Whether a trial runs."""
         return self._phase == "trial"
+
+    @property
+    def kept(self) -> int:
+        """The value that was kept last: while a trial runs, that before it."""
+        return self._before if self.tries else self.value
 
     def interrupted(self) -> None:
         """The next window is no measure: an epoch begins, or workers are started."""
@@ -238,6 +246,7 @@ class Tuner:
         return None
 
     def _accept(self, words: str) -> Decision:
+        self.gain *= _mean(self._trial) / max(_mean(self._control), 1e-9)
         if not self._saves:
             rest = self._before, self._now + self._rest
             if self.value > self._before:
