@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncloader.errors import WorkerDied
 from asyncloader.process_hooks import in_forked_child
-from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder
+from asyncloader.telemetry.counters import RECORD_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -82,9 +82,9 @@ class WorkerProcess(Watched):
         self.process: Any = None  # set at once: a thread that forks runs the fork hook, which reads it
         self._pidfd: int | None = None
         with contextlib.ExitStack() as undo:  # if no descriptors are left
-            records = segment.create(BLOCK_BYTES)
+            records = segment.create(RECORD_BYTES)
             undo.callback(os.close, records)
-            self.recorder = Recorder(segment.map_segment(records, BLOCK_BYTES))
+            self.recorder = Recorder(segment.map_segment(records, RECORD_BYTES))
             """The worker's counters; readable at any time."""
             self.stacks, theirs_stacks = stack_pipe()
             undo.callback(self.stacks.close)

@@ -23,6 +23,7 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.error_answers import ErrorAnswers
 from asyncloader.workers.error_pickle import PickledStartError
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
@@ -90,7 +91,7 @@ class TaskRunner(ErrorAnswers):
         self.worker_id = worker_id
         self._draw_check = draw_check
         self._codec = codec
-        self._time = recorder.time
+        self._time, self._slow = recorder.time, SlowSamples(recorder.slow)
         self._traced = TracedTasks(recorder, shared=draw_check is not None)
         self._processor_use = ProcessorUse(recorder, self._clock) if draw_check is None else None
         self._look_at = 0.0  # when to record it again
@@ -233,6 +234,7 @@ class TaskRunner(ErrorAnswers):
                 in_worker=True,
                 assignments=self._assignments,
                 time=self._time,
+                samples=self._slow,
                 pack_cursor=self._codec.cursor_packer(),
                 alone=self._alone,
                 **shared,

@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from asyncloader.bridge import loop_factory, run_until
-from asyncloader.telemetry.counters import BLOCK_BYTES, Recorder, record_process
+from asyncloader.telemetry.counters import RECORD_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
@@ -74,7 +74,7 @@ def worker_main(
     _end_with_parent(links.parent)
     # After `set_worker_signals`, which removes the handlers of `faulthandler`.
     stacks.install(links.stacks.fd)
-    recorder = Recorder(segment.map_segment(links.records.fd, BLOCK_BYTES))
+    recorder = Recorder(segment.map_segment(links.records.fd, RECORD_BYTES))
     # The mapping stays.
     os.close(links.records.fd)
     record_process(recorder)

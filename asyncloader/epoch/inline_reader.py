@@ -18,6 +18,7 @@ from asyncloader.epoch.shard_assignment import InlineAssignments
 from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -49,7 +50,13 @@ def make_reader(
     if start.streams:
         return _read_streams(setup, dataset, collate, progress, recorder)
     assignments = InlineAssignments(progress, start) if config.assigns_shards else None
-    reader = DatasetReader(setup, dataset, collate, in_worker=False, assignments=assignments, time=recorder.time)
+    reader = DatasetReader(
+        *(setup, dataset, collate),
+        in_worker=False,
+        assignments=assignments,
+        time=recorder.time,
+        samples=SlowSamples(recorder.slow),
+    )
     reader.begin(start)
     progress.begun(0, *reader.first_cursors())
     return reader
@@ -62,10 +69,16 @@ def _read_streams(
     from asyncloader.epoch.inline_streams import StreamsInTurn  # late: few datasets have streams
 
     threads = make_decode_threads(setup.decode, setup.decode_threads)
+    slow = SlowSamples(recorder.slow)
 
     def make(copy: Any, stream: int) -> DatasetReader:
         return DatasetReader(
-            setup, copy, collate, worker_id=stream, in_worker=False, time=recorder.time, decode_threads=threads
+            *(setup, copy, collate),
+            worker_id=stream,
+            in_worker=False,
+            time=recorder.time,
+            samples=slow,
+            decode_threads=threads,
         )
 
     reader = StreamsInTurn(dataset, setup, make, progress.next_worker, progress.ends)

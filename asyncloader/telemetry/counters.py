@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from asyncloader.telemetry.figures import STORE_FIGURES
+from asyncloader.telemetry.slow_samples import SLOW_BYTES
 
 KEYS = tuple(STORE_FIGURES)
 """The sums of transports, in the order of `stats()`, where they have the prefix ``store/``."""
@@ -72,6 +73,9 @@ _ENTRY = Struct("<Hd")
 BLOCK_BYTES = 8 * _DOUBLES
 """Size of a recorder's block."""
 
+RECORD_BYTES = BLOCK_BYTES + SLOW_BYTES
+"""Size of a recorder's memory: its block, and behind it the slowest samples."""
+
 
 def _bucket(us: float) -> int:
     mantissa, exponent = frexp(us)
@@ -92,20 +96,24 @@ class Recorder:
     """The counts and times of one process.
 
     Args:
-        memory: a writable buffer of `BLOCK_BYTES` zeros; None: private memory.
+        memory: a writable buffer of `RECORD_BYTES` zeros; None: private memory.
     """
 
-    __slots__ = ("_noted", "block", "sink")
+    __slots__ = ("_noted", "block", "sink", "slow")
 
     def __init__(self, memory: Any = None) -> None:
-        self.block = memoryview(bytearray(BLOCK_BYTES) if memory is None else memory)[:BLOCK_BYTES].cast("d")
+        view = memoryview(bytearray(RECORD_BYTES) if memory is None else memory)
+        self.block = view[:BLOCK_BYTES].cast("d")
+        self.slow = view[BLOCK_BYTES:RECORD_BYTES]
+        """For a `SlowSamples`. It is not packed: the slowest samples of a service's workers are not known."""
         self._noted: dict[Stage, deque[float]] = {}  # times that `count_noted` will count
         self.sink: Callable[[str, float], object] | None = None
         """While a trace is recorded: called with the name and the seconds of each span that ends."""
 
     def keep(self) -> None:
-        """Go on with a private copy of the block, so that its memory may go."""
+        """Go on with private copies, so that the memory may go."""
         self.block = memoryview(bytearray(self.block)).cast("d")
+        self.slow = memoryview(bytearray(self.slow))
 
     def packed(self) -> bytes:
         """The stages' part of the block, for a process that cannot read it: number and value of each that is not 0."""

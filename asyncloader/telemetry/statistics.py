@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from time import perf_counter, process_time
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ import numpy as np
 from asyncloader.cpus import busy_seconds
 from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
 from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigures
+from asyncloader.telemetry.slow_samples import SlowFigures, figures, joined
 from asyncloader.telemetry.slow_start import is_slow, log_parts
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("asyncloader")
 
+_MOST_EARLIER = 16  # newest processes of a worker's number whose slowest samples are kept
 _LOOK_S = 0.05  # between two looks at the CPU time
 # Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few
 # there are, as nothing of it is in the CPU's caches.
@@ -132,7 +135,8 @@ class Statistics(LoaderFigures):
         with self._lock:
             known = self._workers.get(worker)
             earlier = np.zeros(BLOCK_BYTES // 8) if known is None else known.total()
-            self._workers[worker] = _Worker(recorder, earlier, node)
+            slow = [] if known is None else [*known.earlier_slow[-_MOST_EARLIER:], bytes(known.recorder.slow)]
+            self._workers[worker] = _Worker(recorder, earlier, slow, node)
             if node:
                 self._nodes.setdefault(node, {"batches": 0.0, "busy_s": 0.0, "bytes": 0.0})
 
@@ -287,6 +291,12 @@ class Statistics(LoaderFigures):
             workers = {worker: each.total() for worker, each in sorted(self._workers.items())}
         return {-1: self._main_block(), **workers}
 
+    def slow_samples(self) -> SlowFigures:
+        """What is known of single samples, of all processes."""
+        with self._lock:
+            kept = [(*each.earlier_slow, each.recorder.slow) for each in self._workers.values()]
+        return joined(map(figures, (self.recorder.slow, *chain(*kept))))
+
     def _main_block(self) -> np.ndarray[Any, np.dtype[np.float64]]:
         """A copy of what this process has counted for the loader."""
         self.recorder.count_noted()
@@ -381,6 +391,7 @@ class _Worker(NamedTuple):
 
     recorder: Recorder
     earlier: np.ndarray[Any, np.dtype[np.float64]]
+    earlier_slow: Sequence[bytes]
     node: str
 
     def total(self) -> np.ndarray[Any, np.dtype[np.float64]]:

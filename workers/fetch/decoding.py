@@ -89,7 +89,7 @@ class Decoder:
         return self.threads.call(self.call, sample, context)
 
     async def decode_each(
-        self, samples: Sequence[Any], contexts: Iterable[Context], *, until_failure: bool
+        self, samples: Sequence[Any], contexts: Iterable[Context], took: list[float], *, until_failure: bool
     ) -> list[Any]:
         """Return for each sample, in their order, the decoded sample or a `Failure`.
 
@@ -99,11 +99,13 @@ class Decoder:
         Args:
             samples: as read. Each is taken out of the sequence in the thread that decodes it, which may make it.
             contexts: the context of each sample. Contexts of one batch must be different objects.
+            took: empty; gets the seconds of each sample, in their order.
             until_failure: begin no samples after one has failed; then results behind the first failure mean nothing.
         """
         left = deque(enumerate(contexts))
         found: list[Any] = [None] * len(left)
-        work = partial(self._decode_some, samples, left, found)
+        took += [0.0] * len(left)
+        work = partial(self._decode_some, samples, left, found, took)
         if self.threads is None:
             work(until_failure)
             return found
@@ -120,7 +122,12 @@ class Decoder:
         return found
 
     def _decode_some(
-        self, samples: Sequence[Any], left: deque[tuple[int, Context]], found: list[Any], until_failure: bool
+        self,
+        samples: Sequence[Any],
+        left: deque[tuple[int, Context]],
+        found: list[Any],
+        took: list[float],
+        until_failure: bool,
     ) -> None:
         """Decode samples until none is left. Several threads may run it."""
         while left:
@@ -128,8 +135,10 @@ class Decoder:
                 number, context = left.popleft()
             except IndexError:  # another thread has taken the last
                 return
+            began = perf_counter()
             try:
                 found[number] = context.run(self.call, samples[number])
+                took[number] = perf_counter() - began
             except Exception as error:
                 found[number] = Failure(error)
                 if until_failure:

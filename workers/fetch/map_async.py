@@ -20,6 +20,8 @@ import inspect
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextvars import Context, copy_context
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -79,7 +81,8 @@ class AsyncMapFetcher(MapFetcher):
             return await self._decode_batch(maker.decoder, index, first, samples)
         pending = list(samples)
         try:
-            return await self._limiter.gather(
+            return await self._gather(
+                index,
                 lambda item, _: self._await_and_decode(pending[item], maker.position(first, item)),
                 len(pending),
                 lambda item, error: maker.note(error, self._request(index, first, item)),
@@ -93,9 +96,11 @@ class AsyncMapFetcher(MapFetcher):
         self, decoder: Decoder, index: Any, first: BatchPosition | None, samples: Sequence[Any]
     ) -> list[Any]:
         contexts = self._maker.contexts(first, len(samples))
-        found = await decoder.decode_each(samples, contexts, until_failure=True)
+        began, took = perf_counter(), list[float]()
+        found = await decoder.decode_each(samples, contexts, took, until_failure=True)
         failed = next((item for item, result in enumerate(found) if isinstance(result, Failure)), None)
         if failed is None:
+            self._maker.slow.note(took, partial(self._name, index), perf_counter() - began)
             return found
         try:
             self._maker.note(found[failed].error, self._request(index, first, failed))
@@ -128,7 +133,8 @@ class AsyncMapFetcher(MapFetcher):
     ) -> list[Any]:
         maker = self._maker
         if maker.handler is None:
-            return await self._limiter.gather(
+            return await self._gather(
+                indices,
                 lambda item, context: self._start(indices[item], maker.position(first, item), context),
                 len(indices),
                 lambda item, error: maker.note(error, self._request(indices, first, item)),
@@ -142,12 +148,30 @@ class AsyncMapFetcher(MapFetcher):
             return self._make_tolerant(request, found[item])
 
         try:
-            return await self._limiter.gather(start, len(indices))
+            return await self._gather(indices, start, len(indices))
         finally:
             failure = None  # it refers to this frame
             # Also when an error is raised: records of the samples that were handled before it go along.
             for one in found:
                 records += one
+
+    async def _gather(
+        self,
+        indices: Any,
+        start: Callable[[int, Context], Coroutine[Any, Any, Any]],
+        count: int,
+        failed: Callable[[int, BaseException], None] | None = None,
+    ) -> list[Any]:
+        """`ConcurrencyLimiter.gather` for the samples of these indices, which are timed."""
+        slow = self._maker.slow
+        began, took = perf_counter(), [0.0] * count if slow.timing else None
+        samples = await self._limiter.gather(start, count, failed, took)
+        # The time that passed, and not that of the samples: many that cost nothing wait for one another.
+        if took is None:
+            slow.passed(count, perf_counter() - began)
+        else:
+            slow.note(took, partial(self._name, indices), perf_counter() - began)
+        return samples
 
     def _start(self, index: Any, position: int | None, context: Context) -> Coroutine[Any, Any, Any]:
         """Return the coroutine that makes a sample; it will run in `context`."""
@@ -204,6 +228,7 @@ class ConcurrencyLimiter:
         start: Callable[[int, Context], Coroutine[Any, Any, Any]],
         count: int,
         failed: Callable[[int, BaseException], None] | None = None,
+        took: list[float] | None = None,
     ) -> list[Any]:
         """Return the results of ``start(0, context)`` to ``start(count - 1, context)``, in this order.
 
@@ -212,13 +237,14 @@ class ConcurrencyLimiter:
                 samples after a failure or cancellation.
             count: number of samples.
             failed: called with the sample whose error is about to be raised, and the error.
+            took: gets the seconds of each sample, from its start to its end; None: they are not measured.
 
         Raises:
             Exception: that of the sample that raised first. The other samples are cancelled, and have ended by then.
         """
         if not count:
             return []
-        batch = _Batch(self, asyncio.get_running_loop(), start, count)
+        batch = _Batch(self, asyncio.get_running_loop(), start, count, took)
         self._queue.append(batch)
         self._launch()
         try:
@@ -267,7 +293,20 @@ class ConcurrencyLimiter:
 
 
 class _Batch:
-    __slots__ = ("context", "count", "done", "error", "failed", "limiter", "loop", "over", "running", "start", "tasks")
+    __slots__ = (
+        "context",
+        "count",
+        "done",
+        "error",
+        "failed",
+        "limiter",
+        "loop",
+        "over",
+        "running",
+        "start",
+        "tasks",
+        "took",
+    )
 
     def __init__(
         self,
@@ -275,7 +314,9 @@ class _Batch:
         loop: asyncio.AbstractEventLoop,
         start: Callable[[int, Context], Coroutine[Any, Any, Any]],
         count: int,
+        took: list[float] | None,
     ) -> None:
+        self.took = took
         self.limiter = limiter
         self.loop = loop
         self.start = start
@@ -304,7 +345,13 @@ class _Batch:
         self.tasks.append(task)
         self.running += 1
         # Without the argument each callback would get a copy of the current context.
+        if self.took is not None:  # first: `finished` may end the batch
+            task.add_done_callback(partial(self.time, item, perf_counter()), context=self.context)
         task.add_done_callback(self.finished, context=self.context)
+
+    def time(self, item: int, began: float, _: asyncio.Task[Any]) -> None:
+        assert self.took is not None
+        self.took[item] = perf_counter() - began
 
     def finished(self, task: asyncio.Task[Any]) -> None:
         self.running -= 1

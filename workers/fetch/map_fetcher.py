@@ -19,12 +19,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 from asyncloader.errors import is_about_sample
+from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, note_collation
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, index_text, note_collation
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition
@@ -151,7 +155,7 @@ class MapFetcher:
             records: gets the samples that raised.
         """
         maker = self._maker
-        samples = []
+        samples, ends = [], [perf_counter()]
         try:
             for item, index in enumerate(indices):
                 position = maker.position(first, item)
@@ -163,8 +167,10 @@ class MapFetcher:
                 else:
                     sample = await maker.on_error(self._request(indices, first, item), failure, records)
                 samples.append(sample)
+                ends.append(perf_counter())
         finally:
             failure = None  # it refers to this frame
+        self._note(indices, ends)
         return samples
 
     def _request(self, indices: Any, first: BatchPosition | None, item: int) -> SampleRequest:
@@ -186,14 +192,29 @@ class MapFetcher:
             add_note(error, describe_batch(index))
             raise
 
+    def _note(self, indices: Sequence[Any], ends: Sequence[float]) -> None:
+        """Count samples that were made one after the other. `ends`: of each; first, when the first began."""
+        if self._maker.slow.timing:
+            took = [after - before for before, after in pairwise(ends)]
+            self._maker.slow.note(took, partial(self._name, indices), ends[-1] - ends[0])
+        else:
+            self._maker.slow.passed(len(ends) - 1, ends[-1] - ends[0])
+
+    def _name(self, indices: Any, item: int) -> str:
+        """The name of a batch's sample in a list of the slowest; empty where the indices are used up."""
+        index = self._request(indices, None, item).index
+        return "" if index is None else f"index {index_text(index)}"
+
     def _decoded(self, indices: Any, first: BatchPosition | None, samples: Any) -> list[Any]:
-        decoded = []
+        decoded, ends = list[Any](), [perf_counter()]
         for item, sample in enumerate(samples):
             try:
                 decoded.append(self._maker.decode(sample, self._maker.position(first, item)))
+                ends.append(perf_counter())
             except Exception as error:
                 self._maker.note(error, self._request(indices, first, item))
                 raise
+        self._note(indices, ends)
         return decoded
 
     # ------------------------------------------------------------------------------------ fast paths: no error policy
@@ -202,7 +223,7 @@ class MapFetcher:
         """Return the samples as torch's fetcher gets them."""
         dataset, decoder = self._maker.dataset, self._maker.decoder
         if not self._auto_collation:
-            return self._one(index, None)
+            return self._single(index, None)
         if getattr(dataset, "__getitems__", None):  # as in torch, it may be None
             samples = self._get_batch(index, None)
             return samples if decoder is None else self._decoded(index, None, samples)
@@ -210,35 +231,69 @@ class MapFetcher:
         try:
             # Nothing counts the samples here, which would cost time for each: `_describe_last` finds the one that
             # raised by the length that is left of the iterator.
+            began, slow = perf_counter(), self._maker.slow
+            if slow.fetched_s >= CHEAP_S * slow.fetched:  # `slow.timing`, inlined
+                return self._timed_samples(indices)
             if decoder is None:
-                return [dataset[one] for one in indices]
-            return [decoder.call(dataset[one]) for one in indices]
+                samples = [dataset[one] for one in indices]
+            else:
+                samples = [decoder.call(dataset[one]) for one in indices]
+            slow.fetched += len(samples)
+            slow.fetched_s += perf_counter() - began
         except Exception as error:
             add_note(error, _describe_last(index, indices))
             raise
+        return samples
+
+    def _timed_samples(self, indices: Iterator[Any]) -> list[Any]:
+        dataset, decoder = self._maker.dataset, self._maker.decoder
+        made, samples, ends = list[Any](), list[Any](), [perf_counter()]
+        for one in indices:
+            sample = dataset[one]
+            samples.append(sample if decoder is None else decoder.call(sample))
+            ends.append(perf_counter())
+            made.append(one)
+        self._note(made, ends)
+        return samples
 
     def _seeded_samples(self, first: BatchPosition, index: Any) -> Any:
         maker = self._maker
         if not self._auto_collation:
-            return self._one(index, maker.position(first, 0))
+            return self._single(index, maker.position(first, 0))
         if self._batched_get:
             samples = self._get_batch(index, first)
             return samples if maker.decoder is None else self._decoded(index, first, samples)
         assert maker.seeding is not None
+        samples, ends = list[Any](), [perf_counter()]
         if isinstance(first, tuple):
-            return [
-                self._one(one, position, item) for item, (one, position) in enumerate(zip(index, first, strict=True))
-            ]
+            for item, (one, position) in enumerate(zip(index, first, strict=True)):
+                samples.append(self._one(one, position, item))
+                ends.append(perf_counter())
+            self._note(index, ends)
+            return samples
         # `maker.make`, inlined: this runs once per sample.
-        dataset, decoder, samples = maker.dataset, maker.decoder, []
+        dataset, decoder, timing = maker.dataset, maker.decoder, maker.slow.timing
         for one, position in zip(index, maker.seeding.samples.each(first, maker.seeding.replicas), strict=False):
             try:
                 sample = dataset[one]
                 samples.append(sample if decoder is None else decoder.call(sample))
+                if timing:
+                    ends.append(perf_counter())
             except Exception as error:
                 add_note(error, describe_sample(one, len(samples), position))
                 raise
+        if timing:
+            self._note(index, ends)
+        else:
+            maker.slow.passed(len(samples), perf_counter() - ends[0])
         return samples
+
+    def _single(self, index: Any, position: int | None) -> Any:
+        """The sample of an index, which is a batch."""
+        began = perf_counter()
+        sample = self._one(index, position)
+        self._note([index], [began, perf_counter()])
+        return sample
 
     def _one(self, index: Any, position: int | None, item: int | None = None) -> Any:
         try:

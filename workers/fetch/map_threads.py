@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 from asyncloader.workers.fetch.data_end import not_the_end
@@ -106,12 +107,15 @@ class ThreadMapFetcher(MapFetcher):
     async def _results(
         self, batch: _ThreadBatch, jobs: Sequence[Callable[[], None]], indices: Any, first: BatchPosition | None
     ) -> list[Any]:
+        began = perf_counter()
         try:
-            return await batch.results(jobs)
+            results = await batch.results(jobs)
         except Exception as error:
             if batch.failed >= 0:
                 self._maker.note(error, self._request(indices, first, batch.failed))
             raise
+        self._maker.slow.note(batch.took, partial(self._name, indices), perf_counter() - began)
+        return results
 
 
 class _ThreadBatch:
@@ -125,6 +129,8 @@ class _ThreadBatch:
         self._done: asyncio.Future[None] | None = None
         self._over = False
         self._error: BaseException | None = None
+        self.took = [0.0] * count
+        """Seconds of each item, its decoding included."""
         self.failed = -1
         """The item whose error was raised."""
 
@@ -177,9 +183,11 @@ class _ThreadBatch:
         report: Callable[[int, Any], None] = self._made
         # The loop takes the result out of this list, so that this thread does not keep it alive.
         answer: list[Any] = [item]
+        began = perf_counter()
         try:
             try:
                 answer.append(context.run(make))
+                self.took[item] += perf_counter() - began
             except Exception as error:
                 if handle is None:
                     raise

@@ -23,6 +23,7 @@ from torch.utils.data._utils import collate as torch_collate
 from asyncloader.errors import StateError, interrupts, is_about_sample, is_tried_again
 from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.counters import Recorder, Stage, TimedCollate
+from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
 from asyncloader.workers.fetch.async_stack import awaited_view
 from asyncloader.workers.fetch.context import DatasetContext
@@ -58,6 +59,7 @@ class DatasetReader(ReaderEnd):
         time: records how long fetching, decoding and collating took, per batch. In a worker the first fetch counts as
             its ``first_read``. Where several batches are fetched at a time, fetching includes decoding, and the time of
             decoding is that of all samples that were decoded since the batch before.
+        samples: gets the times of single samples. None: they are not kept.
         draw_check: that of all readers of the process whose samples are made at the same time; None: this one's own.
         decode_threads: those of all readers of the worker, from `make_decode_threads`; None: it has its own.
         pack_cursor: packs the cursors; None: as pickle.
@@ -73,6 +75,7 @@ class DatasetReader(ReaderEnd):
         in_worker: bool,
         assignments: AssignmentProvider | None = None,
         time: Callable[[Stage, float], None] | None = None,
+        samples: SlowSamples | None = None,
         draw_check: GlobalDrawCheck | None = None,
         decode_threads: JobThreads | None = None,
         pack_cursor: CursorPacker | None = None,
@@ -86,6 +89,7 @@ class DatasetReader(ReaderEnd):
             # Also for the code that runs before the first fetch, and after it: `worker_init_fn`, above all.
             current_scope.set(self.resources)
         self._time = time = Recorder().time if time is None else time
+        self._slow = SlowSamples() if samples is None else samples
         self._collate = TimedCollate(collate, time)
         self._stage: Stage = "first_read" if in_worker else "fetch"  # of the next fetch
         self._worker_id, self._in_worker = worker_id, in_worker
@@ -268,12 +272,12 @@ class DatasetReader(ReaderEnd):
     def _map_fetcher(self, seeding: EpochSeeding | None, handler: SampleErrorHandler | None) -> MapFetcher:
         setup = self._setup
         if self._threads is not None or not self.asynchronous:
-            maker = SampleMaker(self.dataset, seeding, self._decoder, handler)
+            maker = SampleMaker(self.dataset, seeding, self._decoder, handler, slow=self._slow)
             if self._threads is None:
                 return MapFetcher(maker, setup.auto_collation, self._collate)
             return ThreadMapFetcher(maker, setup.auto_collation, self._collate, self._threads)
         dataset = awaited_view(self.dataset, is_async_dataset)
-        maker = SampleMaker(dataset, seeding, self._decoder, handler, asynchronous=True)
+        maker = SampleMaker(dataset, seeding, self._decoder, handler, slow=self._slow, asynchronous=True)
         by_column = setup.collate_fn is torch_collate.default_collate
         return AsyncMapFetcher(maker, setup.auto_collation, self._collate, self._concurrency, by_column=by_column)
 
@@ -301,6 +305,7 @@ class DatasetReader(ReaderEnd):
             seeding,
             self._decoder,
             handler,
+            slow=self._slow,
             stream=stream_in_words(setup, self._worker_id, in_worker=self._in_worker),
             asynchronous=self.asynchronous,
         )

@@ -18,6 +18,7 @@ from contextvars import Context, copy_context
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.errors import is_about_sample
+from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples
 from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_shard, note_stream_sample
@@ -66,6 +67,7 @@ class SampleMaker:
         seeding: of the epoch; None in torch mode.
         decoder: runs the user's `decode`; None: samples are collated as they are read.
         handler: handles samples that raise; None: they fail their batch.
+        slow: gets the times of single samples. None: they are not kept.
         stream: the stream in words, for the text of its errors; None for the only one, without workers.
         asynchronous: whether samples are awaited.
     """
@@ -77,6 +79,7 @@ class SampleMaker:
         decoder: Decoder | None = None,
         handler: SampleErrorHandler | None = None,
         *,
+        slow: SlowSamples | None = None,
         stream: str | None = None,
         asynchronous: bool = False,
     ) -> None:
@@ -84,6 +87,7 @@ class SampleMaker:
         self.seeding = seeding
         self.decoder = decoder
         self.handler = handler
+        self.slow = SlowSamples() if slow is None else slow
         self.stream = stream
         self.asynchronous = asynchronous
         self.one_by_one = dataset is not None and fetches_samples(dataset)

@@ -26,10 +26,12 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
-from itertools import repeat
+from itertools import pairwise, repeat
+from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.errors import is_about_sample, is_tried_again, left_a_generator
+from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.decoding import Decoder, Failure
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
@@ -182,8 +184,15 @@ class StreamFetcher:
     def _torch_samples(self, index: Any) -> Any:
         """Return the samples as torch's fetcher gets them: neither seed, nor decoding, nor error policy."""
         data, size = self._data, len(index) if self._auto_collation else 1
+        slow, ends = self._maker.slow, [perf_counter()]
+        timing, had = slow.fetched_s >= CHEAP_S * slow.fetched, len(data)
         try:
-            if not self.ended:
+            while timing and not self.ended and len(data) < size:
+                data.extend(map(next, (self.dataset_iter,)))
+                if len(data) < had + len(ends):
+                    break
+                ends.append(perf_counter())
+            if not self.ended and not timing:
                 # One call into C moves all samples, so Ctrl-C cannot lose one, except in the stream's own code. Not
                 # `islice`, which would call `iter` again.
                 data.extend(map(next, repeat(self.dataset_iter, size - len(data))))
@@ -192,12 +201,31 @@ class StreamFetcher:
             raise
         finally:
             self.samples, self._count = self.samples + len(data) - self._count, len(data)
+        if timing:
+            self._note(ends, self.samples - len(ends) + 1, data[had:])
+        else:
+            slow.passed(len(data) - had, perf_counter() - ends[0])
         if len(data) < size:
             self._check_end(self.samples)
             self.ended = self._auto_collation  # else the iterator is asked again
         if not data or (self._drop_last and len(data) < size):
             raise EndOfData
         return data if self._auto_collation else data[0]
+
+    def _note(self, ends: Sequence[float], first: int, samples: Sequence[Any]) -> None:
+        """Count samples that were read, and perhaps decoded, one after the other: when each ended, first, when the
+        first began; their numbers in the stream.
+        """
+        took = [after - before for before, after in pairwise(ends)]
+        self._maker.slow.note(took, partial(self._name, first, samples), ends[-1] - ends[0])
+
+    def _name(self, first: int, samples: Sequence[Any], item: int) -> str:
+        """The name of a sample in a list of the slowest."""
+        where, stream = shard_and_key(samples[item]), self._maker.stream
+        if where is not None:
+            key, _, url = where.rpartition(" of ")
+            return f"{key} of {url[1:-1].rpartition('/')[2]}"
+        return f"sample {first + item}" + (f" of {stream}" if stream else "")
 
     async def _batch(self, size: int, records: list[SkippedSample]) -> Sequence[Any] | None:
         """Return the next `size` samples; fewer where the stream ends or samples were dropped. None: it has ended.
@@ -212,6 +240,7 @@ class StreamFetcher:
         records += self._records
         self._records = []
         over = self.ended
+        began, ends, made = self.samples, [perf_counter()], list[Any]()
         try:
             for at, item in enumerate(data):
                 if isinstance(item, _ReadSample):  # its decoding failed, or was cancelled behind another's
@@ -242,11 +271,14 @@ class StreamFetcher:
                     sample = read[0]
                     if decoder is not None:
                         sample = await self._decode_read(decoder, sample, SampleRequest(None, number), records)
+                made += read[:1] or [None]
+                ends.append(perf_counter())
                 # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
                 if sample is not DROPPED:
                     data += [sample]
                 del read[:]
                 self.samples, self._count = number + 1, self._count + 1
+            self._note(ends, began, made)
             if over:
                 del read[:]
                 self._check_end(self.samples)
@@ -469,7 +501,9 @@ class WorkerStreamFetcher(StreamFetcher):
             # In the current context, of which the next line takes a copy for this sample's decoding.
             self._maker.seed(number)
             contexts.append(copy_context())
-        found = await decoder.decode_each(samples, contexts, until_failure=self._maker.handler is None)
+        began, took = perf_counter(), list[float]()
+        found = await decoder.decode_each(samples, contexts, took, until_failure=self._maker.handler is None)
+        self._maker.slow.note(took, partial(self._name, first, samples), perf_counter() - began)
         try:
             for number, result in enumerate(found, first):
                 sample = result

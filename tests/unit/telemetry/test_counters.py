@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.telemetry.counters import BLOCK_BYTES, STAGES, Recorder, count, recording, stage_times
+from asyncloader.telemetry.counters import RECORD_BYTES, STAGES, Recorder, count, recording, stage_times
 from asyncloader.transports import RetryCounts
 
 SECONDS = st.floats(0, 1800, allow_subnormal=False)
@@ -76,7 +76,7 @@ def test_blocks_add_up() -> None:
 
 def test_another_process_reads_what_is_written() -> None:
     """A block in shared memory shows each change at once; after `keep` it is a private copy with the same values."""
-    memory = bytearray(BLOCK_BYTES)
+    memory = bytearray(RECORD_BYTES)
     writer, reader = Recorder(memory), Recorder(memory)
     writer.add("requests")
     assert reader.block[0] == 1

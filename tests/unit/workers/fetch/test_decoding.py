@@ -64,7 +64,9 @@ async def test_a_failure_ends_decoding_on_request(most: int, until_failure: bool
     threads = JobThreads(most, "decode") if most else None
     try:
         decoder = Decoder(decode, threads)
-        found = await decoder.decode_each(range(500), [copy_context() for _ in range(500)], until_failure=until_failure)
+        found = await decoder.decode_each(
+            range(500), [copy_context() for _ in range(500)], [], until_failure=until_failure
+        )
     finally:
         if threads is not None:
             threads.close()
@@ -93,7 +95,9 @@ async def test_a_cancelled_batch_begins_no_more_samples() -> None:
     threads = JobThreads(1, "decode")
     decoder = Decoder(decode, threads)
     contexts = [copy_context() for _ in range(5)]
-    batch: asyncio.Task[list[int]] = asyncio.create_task(decoder.decode_each(range(5), contexts, until_failure=True))
+    batch: asyncio.Task[list[int]] = asyncio.create_task(
+        decoder.decode_each(range(5), contexts, [], until_failure=True)
+    )
     try:
         await asyncio.to_thread(entered.wait)
         batch.cancel()
