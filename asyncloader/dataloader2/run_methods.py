@@ -194,7 +194,7 @@ class RunMethods(Generic[T_co]):
         from asyncloader.telemetry.diagnosis import diagnose
 
         found = diagnose(self._statistics.run(forks=any(each.method == "fork" for each in self._interleaved)))
-        return found._replace(text=_verdict(found), change={}, gain=1.0)
+        return found._replace(text=_verdict(found), candidates=())
 
     def _watch(self, graph: DataPipe) -> None:
         """Count also what the graph's workers do. Once, before the first epoch."""

@@ -19,6 +19,11 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
     blocks, in_threads = statistics.blocks(), start_method(config) == THREADS
     # The process's CPU time has that of its worker threads.
     of_workers = sum(total(block, "cpu_s") for worker, block in blocks.items() if worker >= 0) if in_threads else 0.0
+    choices = {
+        "num_workers": config.auto,
+        "prefetch_factor": config.auto_prefetch,
+        "concurrency": config.auto_concurrency,
+    }
     size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
     return Run(
         batches=statistics.batches,
@@ -46,7 +51,8 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         asynchronous=config.concurrent and not config.fetch_threads,
         threads=config.fetch_threads,
         concurrency=config.concurrency if config.auto_concurrency is None else config.auto_concurrency.number,
-        tunes_concurrency=config.auto_concurrency is not None,
+        tried={option: choice.found for option, choice in choices.items() if choice is not None},
+        slow=statistics.slow_samples(),
         in_order=config.in_order,
         memory_limit=config.worker_memory_limit,
         snapshot_every=config.snapshot_every or 1,

@@ -14,7 +14,7 @@ from asyncloader.telemetry.counters import STAGES, Stage, stage_sum
 from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.figures import NODE_FIGURES, STAGE_HELP
 
-VERSION = 3
+VERSION = 4
 """Of the dictionary, and of that of a node; grows when a key changes its meaning or goes."""
 
 # The stages in which a worker makes a batch, and those of this process that a waiting consumer may wait for.
@@ -294,7 +294,7 @@ def _verdict(verdict: Diagnosis | None) -> dict[str, Any]:
     if verdict is None:
         return {
             "bound": "unknown", "ok": True, "text": "Nothing was loaded yet.", "evidence": {}, "change": {},
-            "gain": 1.0, "promise": "about",
+            "gain": 1.0, "candidates": [],
         }  # fmt: skip
     return {
         "bound": verdict.bound,
@@ -303,7 +303,7 @@ def _verdict(verdict: Diagnosis | None) -> dict[str, Any]:
         "evidence": {name: float(value) for name, value in verdict.evidence.items()},
         "change": {name: repr(value) for name, value in verdict.change.items()},
         "gain": float(verdict.gain),
-        "promise": verdict.promise,
+        "candidates": [{name: repr(value) for name, value in each.items()} for each in verdict.candidates],
     }
 
 

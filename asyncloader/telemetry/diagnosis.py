@@ -1,25 +1,23 @@
-"""Judges what bounds a run, and which options would make it faster. Pure.
+"""Judges what bounds a run: where a batch's time went, and what the consumer waited for. Pure.
 
-Data path: run_figures -> prediction -> [diagnosis] -> explain.
+Data path: run_figures -> candidates -> [diagnosis] -> explain.
 
-`diagnose` first asks whether there is anything to gain: a consumer that hardly waits is the bound itself. Then it names
-the stage that took most of the time, and predicts how long the same run would have taken with other numbers of workers,
-with persistent workers, with more samples in flight. A change is proposed only if it can act here, if it alters neither
-order nor samples, and if the predicted gain is worth it; other advice is in the text alone.
-
-How long computing will take can be predicted (`prediction.py`), so a gain is promised. How long waiting will take
-cannot: reads of several workers may wait for one lock, or for a store that answers no faster; and other programs come
-and go. There the gain is an upper bound, and the text says so (`Diagnosis.promise`).
+`diagnose` first asks whether the consumer waits at all: a consumer that hardly does is the bound itself. Then it names
+the stage that took most of the time, and the worker, the shards or the samples that were slow. These are facts; what
+another setting would gain is not among them, as only a trial shows it. Settings that the loader itself has tried are
+named with the factor that it measured (`Diagnosis.change`), others as worth trying (`Diagnosis.candidates`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, Literal, NamedTuple
 
+from asyncloader.telemetry.candidates import candidates
 from asyncloader.telemetry.counters import stage_times
-from asyncloader.telemetry.prediction import BATCH_COST_S, WORTH, costs_of, expected_s, faster, ring_gain
-from asyncloader.telemetry.run_figures import Run
+from asyncloader.telemetry.run_figures import BATCH_COST_S, Run
+from asyncloader.telemetry.slow_samples import slowest
 
 Bound = Literal[
     "unknown",
@@ -31,7 +29,6 @@ Bound = Literal[
     "memory",
     "ring",
     "consumer process",
-    "order",
     "slow worker",
     "shards",
     "cpus",
@@ -41,35 +38,34 @@ Bound = Literal[
 ]
 """What bounds a run: nothing that can be judged yet; the consumer; starting workers; saving states of the dataset or
 the sampler; the sampler; a store that fails; the memory limit of workers; rings that are too small; a consumer's
-process that does not get to take batches; batches that wait for an earlier batch; one worker; shards that are fewer
-than workers; all CPUs; the fixed cost of each batch; the dataset's computing; the dataset's waiting.
+process that does not get to take batches; one worker; shards that are fewer than workers; all CPUs; the fixed cost of
+each batch; the dataset's computing; the dataset's waiting.
 """
 
-Promise = Literal["about", "at least", "up to"]
-
-_AT_LEAST: tuple[Bound, ...] = ("startup", "overhead", "ring")
 _LEAST_BATCHES = 8
 _LEAST_SECONDS = 0.05
 _HEALTHY_WAIT = 0.05
 _SAVING = 0.25  # the share of saving states in the time from which it is the bound
 _STARTING = 0.35  # the share of starts in the waiting from which they are the bound
 _STARTING_ONCE = 0.5  # of one epoch's start in the whole time
+_WRITING = 0.15  # the share of writing in a worker's time for a batch from which rings that are too small matter
+_OF_SAMPLES: tuple[Bound, ...] = ("slow worker", "cpus", "compute", "fetch")
 _OTHERS = 0.5  # threads of other programs, from which they are mentioned
 
 
 class Diagnosis(NamedTuple):
-    """What bounds a run, and what would make it faster.
+    """What bounds a run.
 
     Attributes:
         bound: what bounds it; see `Bound`.
         evidence: the figures that show it, in seconds per batch or as shares.
-        change: options and their new values; ``loader.clone(**change)`` applies them. Empty where nothing is to be
-            gained, the run was too short to judge, or what would help is not an option, or would alter the order.
-        gain: the factor by which the run should become faster with the change; 1 without one.
-        text: the same in one or two sentences.
-        promise: "about": the gain follows from the measured times; "at least": it is more where batches cost less than
-            was measured, as without workers, and in workers and memory that are used again; "up to": only a trial shows
-            whether several workers wait no longer for their reads than a single worker does, and get CPUs.
+        change: options that are "auto" and for which the loader's trials, in this process, have kept another value than
+            the first, with that value; ``loader.clone(**change)`` sets it from the beginning. Empty otherwise.
+        gain: the measured factor by which batches come faster with that than with the first values; 1 without a change.
+        text: the same, and the candidates, in a few sentences.
+        candidates: settings that are worth trying, at most three, the likeliest first, each in the form of `change`.
+            They alter neither order nor samples. What they gain is not known: `asyncloader try` measures it. Empty
+            where the consumer is the bound, the run was too short to judge, or no option acts on the bound.
     """
 
     bound: Bound
@@ -77,33 +73,40 @@ class Diagnosis(NamedTuple):
     change: Mapping[str, Any]
     gain: float
     text: str
-    promise: Promise = "about"
+    candidates: Sequence[Mapping[str, Any]] = ()
 
 
 def diagnose(run: Run) -> Diagnosis:
     """Judge a run."""
+    found = {option: (value, factor) for option, (value, factor) in run.tried.items() if factor != 1.0}
+    change, gain = (
+        {option: value for option, (value, _) in found.items()},
+        prod((factor for _, factor in found.values()), start=1.0),
+    )
+    measured = "".join(
+        f" auto has measured {option}={value}: {factor:.2g} times as fast." for option, (value, factor) in found.items()
+    )
     if not run.batches:
-        return Diagnosis("unknown", {}, {}, 1.0, "Nothing was loaded yet.")
+        return Diagnosis("unknown", {}, change, gain, f"Nothing was loaded yet.{measured}")
     if run.elapsed_s < _LEAST_SECONDS or run.batches < _LEAST_BATCHES:
-        text = f"{run.batches} batches in {run.elapsed_s:.2f} s are too few to judge."
-        return Diagnosis("unknown", {}, {}, 1.0, text)
+        text = f"{run.batches} batches in {run.elapsed_s:.2f} s are too few to judge.{measured}"
+        return Diagnosis("unknown", {}, change, gain, text)
     waited = min(1.0, run.wait_s / run.elapsed_s)
     if run.epochs == 1:  # its start will not come again
         waited = min(waited, max(0.0, run.wait_s - run.startup_s) / run.steady_s)
     if waited < _HEALTHY_WAIT:
         text = f"Consumer-bound: it waited for data {waited:.0%} of the time; the loader keeps up, nothing to change."
-        return Diagnosis("consumer", {"wait_frac": waited}, {}, 1.0, text)
-    head = f"Input-bound: the consumer waited {waited:.0%} of the time"
+        return Diagnosis("consumer", {"wait_frac": waited}, change, gain, text + measured)
     bound, evidence, words = _bound(run)
-    change, gain = _change(run, bound)
-    evidence = {"wait_frac": waited, **evidence}
-    doubt = _doubt(run, bound, change)
-    promise: Promise = "up to" if doubt else "at least" if bound in _AT_LEAST else "about"
-    text = f"{head}. {_advice(run, bound, words, change, gain, promise, doubt)}"
-    return Diagnosis(bound, evidence, change, gain, text, promise)
-
-
-# ------------------------------------------------------------------------------------------------ what bounds it
+    if bound in _OF_SAMPLES:
+        more, sentences = _slow_samples(run)
+        evidence, words = {**evidence, **more}, words + sentences
+    tries = candidates(run, bound)
+    text = f"Input-bound: the consumer waited {waited:.0%} of the time. {words}{_remarks(run, bound)}{measured}"
+    if tries:
+        settings = "; ".join(", ".join(f"{name}={value!r}" for name, value in each.items()) for each in tries)
+        text += f" Worth trying: {settings}. asyncloader try measures {'them' if len(tries) > 1 else 'it'}."
+    return Diagnosis(bound, {"wait_frac": waited, **evidence}, change, gain, text, tries)
 
 
 def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
@@ -116,10 +119,10 @@ def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
         share = run.startup_s / run.elapsed_s
         words = f"Starting workers took {share:.0%} of the time, {each:.2g} s each time."
         return "startup", {"startup_frac": share, "startup_s": each}, words
-    if (share := _saving(run)) > _SAVING:
+    if run.saving > _SAVING:
         each = run.mean("snapshot")
-        words = f"Saving states took {share:.0%} of the time, {each * 1e3:.3g} ms each (state_dict)."
-        return "snapshots", {"snapshot_frac": share, "snapshot_s": each}, words
+        words = f"Saving states took {run.saving:.0%} of the time, {each * 1e3:.3g} ms each (state_dict)."
+        return "snapshots", {"snapshot_frac": run.saving, "snapshot_s": each}, words
     sampler = run.stage("sampler").total
     if sampler > 0.5 * steady_wait and sampler > 0.1 * run.steady_s:
         words = f"The sampler took {sampler / run.batches * 1e3:.3g} ms for a batch: make it cheaper."
@@ -153,7 +156,7 @@ def _trouble(run: Run, waited_s: float) -> tuple[Bound, dict[str, float], str] |
 def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
     """What keeps finished work from the consumer, or workers from working."""
     period = run.steady_s / run.batches
-    if run.oversize * 2 > run.batches and ring_gain(run) > WORTH:
+    if run.oversize * 2 > run.batches and run.mean("write") > _WRITING * run.work_s:
         words = (
             f"{run.oversize} of {run.batches} batches did not fit into the rings and were given memory of their own."
         )
@@ -164,10 +167,9 @@ def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
             "many: hold fewer batches at a time."
         )
         return "ring", {"copied_frac": run.ring_copies / run.batches}, words
-    costs = costs_of(run)
-    if costs.work < BATCH_COST_S:
-        words = f"A batch takes {costs.work * 1e6:.0f} us to make, less than to pass it on: make batches larger."
-        return "overhead", {"work_s": costs.work}, words
+    if run.work_s < BATCH_COST_S:
+        words = f"A batch takes {run.work_s * 1e6:.0f} us to make, less than to pass it on: make batches larger."
+        return "overhead", {"work_s": run.work_s}, words
     if run.held_up:
         transfer = run.mean("transfer")
         words = (
@@ -189,21 +191,13 @@ def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
         slowest = means[-1][0] / means[(len(means) - 1) // 2][0]
         words = f"Worker {means[-1][1]} takes {slowest:.1f} times as long for a batch as the others."
         return "slow worker", {"slowest_ratio": slowest}, words
-    order, fetch = run.mean("order"), run.stage("fetch")
-    if run.in_order and order > 0.3 * period and fetch.p99 > 4 * fetch.p50 and fetch.p99 > 4 * period:
-        words = (
-            f"Batches were ready and waited {order * 1e3:.3g} ms for an earlier one: some take "
-            f"{fetch.p99 / fetch.p50:.0f} times as long as most."
-        )
-        return "order", {"order_s": order, "fetch_p99_s": fetch.p99, "fetch_p50_s": fetch.p50}, words
     return None
 
 
 def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
     """Whether the samples cost computing, or waiting, or next to nothing."""
-    costs = costs_of(run)
     delayed = run.sum("delayed_s") / (run.workers * run.steady_s) if run.workers else 0.0
-    load = costs.cpu * run.batches / (run.allowed_cpus * run.steady_s)
+    load = run.cpu_s * run.batches / (run.allowed_cpus * run.steady_s)
     others = run.other_threads
     if delayed > 0.3 or (run.workers and load > 0.85 and (delayed > 0.15 or run.workers >= run.cpus)):
         words = f"All {run.cpus} CPUs are busy"
@@ -218,7 +212,7 @@ def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
         evidence = {"load": load, "delayed_frac": delayed, "others": others}
         return "cpus", evidence, f"{words}: make samples cheaper."
     share = run.computing_share
-    evidence = {"work_s": costs.work, "computing_frac": share}
+    evidence = {"work_s": run.work_s, "computing_frac": share}
     if share > 0.6:
         decode, fetch = run.mean("decode"), run.mean("fetch")
         what = "decode" if decode > fetch else "the dataset's code"
@@ -227,95 +221,39 @@ def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
     return "fetch", evidence, f"Samples cost waiting: {where}, and compute {share:.0%} of the time."
 
 
-# ------------------------------------------------------------------------------------------- what would change it
+def _slow_samples(run: Run) -> tuple[dict[str, float], str]:
+    """Samples that hold up the others, and batches behind them, if any: figures, and sentences."""
+    evidence, words = dict[str, float](), ""
+    order, period, fetch = run.mean("order"), run.steady_s / run.batches, run.stage("fetch")
+    if run.workers and run.in_order and order > 0.3 * period and fetch.p99 > 4 * fetch.p50 and fetch.p99 > 4 * period:
+        evidence["order_s"] = order
+        words = f" Finished batches waited {_seconds(order)} for an earlier one."
+    slow = slowest(run.slow)
+    # Where processes had to wait for CPUs for so long, it need not be the samples.
+    if slow is None or slow.seconds < 2 * run.sum("delayed_s"):
+        return evidence, words
+    evidence |= {"slow_samples": float(slow.number), "slow_samples_frac": slow.share}
+    subject = "1 sample" if slow.number == 1 else f"{slow.number} samples"
+    verb = "takes" if slow.number == 1 else "take"
+    words += f" {subject} of {slow.of} {verb} {slow.share:.0%} of the samples' time"
+    named = ", ".join(f"{name} ({_seconds(mean)})" for name, mean in slow.named)
+    return evidence, f"{words}: {named}{', ...' if slow.number > len(slow.named) else ''}." if named else f"{words}."
 
 
-def _saving(run: Run) -> float:
-    """The part of the time that went to saving states: of this process's time, or of the workers'."""
-    of = {number: stage_times(block, "snapshot").total for number, block in run.blocks.items()}
-    here = of.pop(-1, 0.0) / run.steady_s
-    return min(1.0, max(here, sum(of.values()) / (max(1, run.workers) * run.steady_s)))
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _less_often(run: Run) -> tuple[dict[str, Any], float]:
-    """Save states less often, so that it takes a fiftieth of the time at most."""
-    share = _saving(run)
-    # Always found: a share is at most 1, so 100 is enough.
-    every = next(number for number in (10, 100, 1000) if share / number <= 0.02)
-    left = max(run.stage("consumer").total, run.steady_s * (1 - share * (1 - 1 / every)))
-    return {"snapshot_every_n_steps": every * run.snapshot_every}, run.elapsed_s / (left + run.startup_s)
-
-
-def _change(run: Run, bound: Bound) -> tuple[dict[str, Any], float]:
-    """Return the options to change, and the factor that this should gain."""
-    if run.in_threads and not _is_predictable_in_threads(run, bound):
-        return {}, 1.0
-    if bound == "ring" and run.ring_needed:
-        return {"ring_bytes": run.ring_needed}, ring_gain(run)
-    if bound == "memory" and run.memory_limit is not None:
-        return {"worker_memory_limit": 4 * run.memory_limit}, 1.5
-    if bound == "consumer process" and run.prefetch_factor is not None and run.prefetch_factor < 4:
-        gain = min(1.5, run.elapsed_s / max(expected_s(run), 1e-9))
-        return ({"prefetch_factor": 4}, gain) if gain > WORTH else ({}, 1.0)
-    if bound == "snapshots" and not run.keeps_states:
-        return _less_often(run)
-    if bound in ("snapshots", "sampler", "store", "shards", "slow worker", "ring", "memory", "order"):
-        return {}, 1.0
-    return faster(run)
-
-
-def _is_predictable_in_threads(run: Run, bound: Bound) -> bool:
-    """Whether it is known what other numbers of worker threads would do. How much of computing holds the GIL is not."""
-    return bound in ("snapshots", "overhead") or (bound == "fetch" and not run.gil_held and not run.threads)
-
-
-def _regardless_of_order(run: Run) -> tuple[int, float]:
-    """The number of workers that would be best for a stream if its order did not matter, and the gain."""
-    change, gain = faster(run, any_order=True)
-    return change.get("num_workers", run.workers), gain
-
-
-def _doubt(run: Run, bound: Bound, change: Mapping[str, Any]) -> str:
-    """Why the gain may be less; empty: it follows from the measured times."""
-    if not change.keys() & {"num_workers", "concurrency"} and not run.iterable:
-        return ""
-    if bound == "fetch":
-        return "no faster if the reads wait for a lock or a store that they share"
-    return "less if other programs go on using the CPUs" if run.other_threads > _OTHERS else ""
-
-
-def _advice(
-    run: Run, bound: Bound, words: str, change: Mapping[str, Any], gain: float, promise: Promise, doubt: str
-) -> str:
-    if change:
-        options = ", ".join(f"{name}={value!r}" for name, value in change.items())
-        text = f"{words} {'Try' if doubt else 'Set'} {options}: {promise} {gain:.1f} times as fast"
-        text += f"; {doubt}." if doubt else "."
-        if change.get("num_workers", 0) > run.cpus:
-            text += f" Workers that wait may be more than the {run.cpus} CPUs that torch suggests."
-        return text
-    if bound == "order":
-        return f"{words} in_order=False delivers them as they are ready, if any order will do."
-    if bound == "snapshots":
-        return f"{words} snapshot_every_n_steps=0 saves none; then a run can be resumed at the end of an epoch only."
+def _remarks(run: Run, bound: Bound) -> str:
+    """What no option of the candidates can change."""
+    if bound == "snapshots" and run.keeps_states:
+        return " snapshot_every_n_steps=0 saves none; then a run can be resumed at the end of an epoch only."
     if bound == "startup" and run.epochs == 1 and not run.persistent:
-        return f"{words} If more epochs follow, persistent_workers=True starts them once."
-    if run.in_threads and not _is_predictable_in_threads(run, bound):
-        held = (
-            "Code that holds the GIL gains nothing from more threads"
-            if run.gil_held
-            else ("More threads gain as much as the samples' code releases the GIL, which a trial shows")
-        )
-        return f"{words} {held}; worker processes have a GIL each."
-    if run.iterable and bound in ("compute", "fetch"):
-        number, gain = _regardless_of_order(run)
-        if number == run.workers:
-            return f"{words} Other numbers of workers would gain little."
-        parts = ", if the stream has as many parts (shards) to share out" if number > run.workers else ""
-        return (
-            f"{words} num_workers={number} would make it {promise} {gain:.1f} times as fast{parts}; but it changes the "
-            "order of the samples."
-        )
-    if bound in ("compute", "fetch"):
-        return f"{words} Other numbers of workers would gain little."
-    return words
+        return " If more epochs follow, persistent_workers=True starts them once."
+    if bound not in ("cpus", "compute", "fetch"):
+        return ""
+    if run.in_threads and (run.gil_held or bound != "fetch"):
+        return " Threads share the GIL; worker processes have a GIL each."
+    if run.iterable and run.streams is None:
+        return " Another number of workers would alter the order of the stream's samples."
+    return ""

@@ -1,6 +1,6 @@
 """Holds the figures of a run that the diagnosis judges: counts, times of stages, options.
 
-Data path: statistics -> [run_figures] -> prediction, diagnosis. Pure.
+Data path: statistics -> [run_figures] -> candidates, diagnosis. Pure.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ from operator import sub
 from typing import Self
 
 from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
+from asyncloader.telemetry.slow_samples import NO_SAMPLES, SlowFigures
+
+BATCH_COST_S = 300e-6
+"""Cost of a worker's batch in both processes, besides its samples."""
 
 _GIL_S = 1e-3  # a thread that holds the GIL is asked for it after 5 ms; a loop that need not wait is awake in 0.1 ms
 
@@ -45,7 +49,9 @@ class Run:
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
         threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
         concurrency: see there.
-        tunes_concurrency: whether the loader chooses that by itself, so that it is not for the user to change.
+        tried: of each option that is "auto": the value that the loader's trials kept, and the measured factor by which
+            batches come faster than with its first value; 1: no other value was kept.
+        slow: the times of single samples.
         in_order: whether batches are delivered in order.
         memory_limit: `worker_memory_limit`.
         snapshot_every: `snapshot_every_n_steps`.
@@ -78,7 +84,8 @@ class Run:
     asynchronous: bool = False
     threads: int = 0
     concurrency: int = 1
-    tunes_concurrency: bool = False
+    tried: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+    slow: SlowFigures = NO_SAMPLES
     in_order: bool = True
     memory_limit: int | None = None
     snapshot_every: int = 1
@@ -99,15 +106,6 @@ class Run:
         }
         return replace(self, **changed, blocks=blocks, epochs=1)
 
-    def longer(self, times: int) -> Self:
-        """Return the figures of a run with this many times the batches, and the same starts of workers."""
-        summed = ("batches", "main_cpu_s", "ring_copies", "oversize", "retirements", "busy_s")
-        changed = {name: getattr(self, name) * times for name in summed}
-        for name in ("elapsed_s", "wait_s"):
-            changed[name] = self.startup_s + max(0.0, getattr(self, name) - self.startup_s) * times
-        blocks = {number: [value * times for value in block] for number, block in self.blocks.items()}
-        return replace(self, **changed, blocks=blocks)
-
     def stage(self, stage: Stage) -> StageTimes:
         """The times of a stage in all processes."""
         return stage_times(self.merged, stage)
@@ -119,6 +117,31 @@ class Run:
     def sum(self, key: str) -> float:
         """A sum of all processes."""
         return total(self.merged, key)
+
+    @property
+    def work_s(self) -> float:
+        """Seconds that a worker, or this process without workers, takes for a batch if it never waits for a CPU."""
+        work = self.mean("fetch", "collate", "write") + (
+            0.0 if self.asynchronous or self.threads else self.mean("decode")
+        )
+        delayed = self.sum("delayed_s")
+        if not self.workers:
+            return work * (1 - min(0.9, delayed / max(1e-9, self.sum("sampled_s"))))
+        made = max(1, self.stage("write").number)
+        return max(self.sum("cpu_s") / made, work - delayed / made)
+
+    @property
+    def cpu_s(self) -> float:
+        """CPU seconds of all processes for a batch."""
+        of_workers = self.sum("cpu_s") / max(1, self.stage("write").number) if self.workers else 0.0
+        return of_workers + self.main_cpu_s / max(1, self.batches)
+
+    @property
+    def saving(self) -> float:
+        """The part of the time that went to saving states: of this process's time, or of the workers'."""
+        of = {number: stage_times(block, "snapshot").total for number, block in self.blocks.items()}
+        here = of.pop(-1, 0.0) / self.steady_s
+        return min(1.0, max(here, sum(of.values()) / (max(1, self.workers) * self.steady_s)))
 
     @property
     def steady_s(self) -> float:
