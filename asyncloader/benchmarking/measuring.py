@@ -26,7 +26,6 @@ from asyncloader.plain_context import plain_context
 from asyncloader.samplers.position_source import PositionSource
 from asyncloader.telemetry.counters import STAGES, stage_times
 from asyncloader.telemetry.diagnosis import diagnose
-from asyncloader.telemetry.prediction import candidates
 from asyncloader.verification.target import facts, make_loader
 from asyncloader.verification.user_code import UserFailure
 from asyncloader.workers.fetch.assignment_client import assigns_shards
@@ -112,8 +111,6 @@ def _close_after(loader: Any) -> Generator[None]:
 
 # ------------------------------------------------------------------------------------------------------ measuring
 
-_LONGER = 1000  # the assumed length of an epoch, in lengths of a run that ends within it
-
 
 def measure(make: Callable[[], Any], job: dict[str, Any], note: Callable[[str], None]) -> dict[str, Any] | UserFailure:
     """Carry out a job, and return its result in plain values.
@@ -148,15 +145,13 @@ def _explain_rate(loader: DataLoader[Any], rate: Rate) -> dict[str, Any]:
     """Explain the rate of a run by the loader's own figures: the bound, the stages, better settings."""
     statistics = loader._asyncloader_state.statistics
     run = run_of(EpochConfig.of(loader), statistics)
-    if not rate.epochs:
-        run = run.longer(_LONGER)  # the workers start once in an epoch, of which this run read only a part
     found = diagnose(run)
     stages = {stage: stage_times(run.merged, stage) for stage in STAGES}
     return {
         "bound": found.bound,
         "verdict": found.text,
         "stages": {stage: list(times) for stage, times in stages.items() if times.number},
-        "candidates": candidates(run, any_order=assigns_shards(loader.dataset)),
+        "candidates": [dict(each) for each in found.candidates],
         "computing": run.computing_share,
         "bytes": statistics.bytes / max(1, statistics.batches),
     }

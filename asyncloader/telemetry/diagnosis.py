@@ -79,10 +79,8 @@ class Diagnosis(NamedTuple):
 def diagnose(run: Run) -> Diagnosis:
     """Judge a run."""
     found = {option: (value, factor) for option, (value, factor) in run.tried.items() if factor != 1.0}
-    change, gain = (
-        {option: value for option, (value, _) in found.items()},
-        prod((factor for _, factor in found.values()), start=1.0),
-    )
+    change = {option: value for option, (value, _) in found.items()}
+    gain = prod((factor for _, factor in found.values()), start=1.0)
     measured = "".join(
         f" auto has measured {option}={value}: {factor:.2g} times as fast." for option, (value, factor) in found.items()
     )
@@ -230,7 +228,7 @@ def _slow_samples(run: Run) -> tuple[dict[str, float], str]:
         words = f" Finished batches waited {_seconds(order)} for an earlier one."
     slow = slowest(run.slow)
     # Where processes had to wait for CPUs for so long, it need not be the samples.
-    if slow is None or slow.seconds < 2 * run.sum("delayed_s"):
+    if slow is None or slow.seconds < run.sum("delayed_s") / 2:
         return evidence, words
     evidence |= {"slow_samples": float(slow.number), "slow_samples_frac": slow.share}
     subject = "1 sample" if slow.number == 1 else f"{slow.number} samples"

@@ -181,5 +181,5 @@ def slowest(found: SlowFigures) -> Slowest | None:
     if not 0 < number <= of / _FEW or seconds < _LARGE_SHARE * whole:
         return None
     means = sorted(((name, took / made) for name, (took, made) in found.named.items()), key=lambda pair: -pair[1])
-    named = [(name, mean) for name, mean in means if mean * 1e6 >= 2 ** (first - 1)][:4]
+    named = [(name, mean) for name, mean in means if mean > means[0][1] / 2][:4]
     return Slowest(round(number), round(of), seconds, seconds / whole, named)
