@@ -87,6 +87,7 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
             on_error=ours.on_error if ours.on_error != "refill" else "skip",
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
         )
+    loader._asyncloader_state.statistics.untold = False  # the verdict on a trial is nobody's question
     auto: AutoWorkers = vars(loader)["num_workers"]
     ends = None
     with loader:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from asyncloader.benchmarking.arrival_times import ArrivalTimes, Rate
+from asyncloader.benchmarking.arrival_times import ArrivalTimes
 from asyncloader.epoch.run_reading import run_of
 from asyncloader.loader import DataLoader
 from asyncloader.options.auto_value import number_of
@@ -135,13 +135,13 @@ def measure(make: Callable[[], Any], job: dict[str, Any], note: Callable[[str], 
             if rate is not None:
                 result |= rate._asdict()
                 if isinstance(loader, DataLoader) and rate.rate:
-                    result |= _explain_rate(loader, rate)
+                    result |= _explain_rate(loader)
     except Exception as error:
         return UserFailure.of(error)
     return result
 
 
-def _explain_rate(loader: DataLoader[Any], rate: Rate) -> dict[str, Any]:
+def _explain_rate(loader: DataLoader[Any]) -> dict[str, Any]:
     """Explain the rate of a run by the loader's own figures: the bound, the stages, better settings."""
     statistics = loader._asyncloader_state.statistics
     run = run_of(EpochConfig.of(loader), statistics)

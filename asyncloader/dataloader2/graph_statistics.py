@@ -272,6 +272,7 @@ class WorkerStatistics(Statistics):
 
     def __init__(self, graph: GraphStatistics, number: int, workers: int) -> None:
         super().__init__()
+        self.untold = False  # its verdict would name options of a loader that the user does not see
         self._graph = weakref.ref(graph)
         self._number, self._workers_of_graph = number, workers
         # Between two batches of one worker the user's thread also waits for others.

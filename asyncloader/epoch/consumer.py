@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -23,6 +24,7 @@ from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_scheduler
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.respawn import WorkerRespawner
+from asyncloader.epoch.run_reading import tell_verdict
 from asyncloader.epoch.sampler_reading import (
     ADVANCED,
     BEGUN,
@@ -92,6 +94,7 @@ class Consumer(SamplerReading):
         begun: float,
     ) -> None:
         self._statistics, self._config, self._quarantine = statistics, config, quarantine
+        statistics.tell = partial(tell_verdict, weakref.ref(config))
         self._notices: deque[Notice | CopyBegun | Resized] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler

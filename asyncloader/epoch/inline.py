@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -23,6 +24,7 @@ from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher, SamplerFailure
 from asyncloader.epoch.inline_reader import make_reader
+from asyncloader.epoch.run_reading import tell_verdict
 from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import TooManySkippedSamples, interrupts
@@ -108,17 +110,16 @@ class InlineEpoch:
     def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
         self.progress = progress
         config = self._config = progress.config
-        self.source = config.source
-        self.agreement = progress.agreement
+        self.statistics.tell = partial(tell_verdict, weakref.ref(config))
+        self.source, self.agreement = config.source, progress.agreement
         self._tasks = 0
         self._read = False  # a batch was read, and is neither delivered nor failed
         self._cursor: PackedCursor | None = None  # after that batch
         self._agreed = self._refused = False  # the ranks have agreed on the batch that is made, or could not
         self._due: tuple[Any] | None = None  # the index of that batch, from an async sampler
         self._ahead: deque[Any] = deque()  # indices that the prefetcher does not have yet
-        self._given = 0  # indices that were taken for the prefetcher
+        self._given, self._fresh = 0, True  # indices that were taken for the prefetcher
         self._broken = ""  # the kind of error with which a store has ended an async sampler
-        self._fresh = True
         self._first: Any = _TAKEN
         self.reader = reader = make_reader(torch_iter, progress, self._recorder)
         self._streams = None if isinstance(reader, DatasetReader) else reader

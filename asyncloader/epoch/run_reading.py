@@ -5,6 +5,9 @@ Data path: statistics -> [run_reading] -> diagnosis.
 
 from __future__ import annotations
 
+import logging
+import weakref
+
 from asyncloader.cpus import cpu_limit, usable_cpus
 from asyncloader.epoch.plan import start_method
 from asyncloader.options.epoch_config import EpochConfig
@@ -12,6 +15,27 @@ from asyncloader.telemetry.counters import total
 from asyncloader.telemetry.run_figures import Run
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.source import THREADS
+
+_log = logging.getLogger("asyncloader")
+_untold = [True]  # empty once a verdict was said unasked in this process
+
+
+def tell_verdict(known: weakref.ref[EpochConfig], statistics: Statistics) -> None:
+    """Say the verdict on a run that waits for data, in a warning; once in a process. `known`: weak, as the loader's
+    statistics keep it.
+    """
+    config = known()
+    if config is None or not _untold:
+        return
+    from asyncloader.telemetry.diagnosis import diagnose  # late: most runs never need it
+
+    found = diagnose(run_of(config, statistics))
+    if found.bound not in ("unknown", "consumer"):
+        _untold.clear()
+        _log.warning(
+            "training has waited for data for %.0f of its first %.0f s, in a loader of %s. %s",
+            *(statistics.wait_s, statistics.elapsed_s, type(config.dataset).__name__, found.text),
+        )
 
 
 def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = None) -> Run:

@@ -235,7 +235,7 @@ def _slow_samples(run: Run) -> tuple[dict[str, float], str]:
     verb = "takes" if slow.number == 1 else "take"
     words += f" {subject} of {slow.of} {verb} {slow.share:.0%} of the samples' time"
     named = ", ".join(f"{name} ({_seconds(mean)})" for name, mean in slow.named)
-    return evidence, f"{words}: {named}{', ...' if slow.number > len(slow.named) else ''}." if named else f"{words}."
+    return evidence, f"{words}: {named}{'' if slow.all_named else ', ...'}." if named else f"{words}."
 
 
 def _seconds(seconds: float) -> str:

@@ -57,6 +57,7 @@ class Slowest(NamedTuple):
         seconds: of the slow samples.
         share: of that in the time of all samples.
         named: the slowest by name, at most four, with the mean seconds.
+        all_named: whether no others are among the slow samples.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Slowest(NamedTuple):
     seconds: float
     share: float
     named: Sequence[tuple[str, float]]
+    all_named: bool
 
 
 class SlowSamples:
@@ -180,6 +182,7 @@ def slowest(found: SlowFigures) -> Slowest | None:
     number, seconds = sum(found.times[first:]), sum(found.seconds[first:])
     if not 0 < number <= of / _FEW or seconds < _LARGE_SHARE * whole:
         return None
-    means = sorted(((name, took / made) for name, (took, made) in found.named.items()), key=lambda pair: -pair[1])
-    named = [(name, mean) for name, mean in means if mean > means[0][1] / 2][:4]
-    return Slowest(round(number), round(of), seconds, seconds / whole, named)
+    means = sorted(((took / made, name, made) for name, (took, made) in found.named.items()), reverse=True)
+    named = [(name, mean, made) for mean, name, made in means if mean > means[0][0] / 2][:4]
+    all_named = sum(made for *_, made in named) >= number
+    return Slowest(round(number), round(of), seconds, seconds / whole, [each[:2] for each in named], all_named)

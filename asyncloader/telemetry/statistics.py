@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("asyncloader")
 
 _MOST_EARLIER = 16  # newest processes of a worker's number whose slowest samples are kept
+_FIRST_S = 60.0  # of iterating: if more than half of it was waiting, the verdict is said unasked
 _LOOK_S = 0.05  # between two looks at the CPU time
 # Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few
 # there are, as nothing of it is in the CPU's caches.
@@ -81,7 +82,9 @@ class Statistics(LoaderFigures):
         "ring_needed",
         "silent",
         "task_seconds",
+        "tell",
         "trace",
+        "untold",
         "waiting_since",
         "watch",
         "worker_s",
@@ -114,6 +117,8 @@ class Statistics(LoaderFigures):
         self._nodes: dict[str, dict[str, float]] = {}  # totals of a service's nodes, by address
         # For both: replacements of workers are added by a thread of their own, while another thread reads.
         self._lock = threading.Lock()
+        self.tell: Callable[[Statistics], object] | None = None  # says the verdict
+        self.untold = True  # the first minute is not over; False from the beginning for a loader that is not the user's
         self._told_slow_start = False
         self._starting = False  # workers were started for the newest iterator, which has no batch yet
         self._before = _Totals({}, np.zeros(BLOCK_BYTES // 8))
@@ -278,6 +283,10 @@ class Statistics(LoaderFigures):
         self.recorder.count_noted(_WORTH_COUNTING)
         if self.watch is not None:
             self.watch.look(now, self)
+        if self.untold and self.elapsed_s >= _FIRST_S:
+            self.untold = False
+            if self.tell is not None and self.wait_s > self.elapsed_s / 2:
+                self.tell(self)
 
     # ----------------------------------------------------------------------------------------------- reading
 
