@@ -51,8 +51,9 @@ def _settings(run: Run, bound: str) -> Iterator[dict[str, Any]]:
         yield {"ring_bytes": run.ring_needed}
     elif bound == "memory" and run.memory_limit is not None:
         yield {"worker_memory_limit": 4 * run.memory_limit}
-    elif bound == "consumer process" and run.prefetch_factor is not None and run.prefetch_factor < 4:
-        yield {"prefetch_factor": 4}
+    elif bound == "consumer process":
+        if not run.in_threads and run.prefetch_factor is not None and run.prefetch_factor < 4:
+            yield {"prefetch_factor": 4}
     elif bound == "snapshots" and not run.keeps_states:
         every = next(number for number in (10, 100, 1000) if run.saving / number <= _SAVED)
         yield {"snapshot_every_n_steps": every * run.snapshot_every}
@@ -89,7 +90,7 @@ def _workers(run: Run, *, waits: bool) -> Iterator[dict[str, Any]]:
     alone = waits and (run.iterable or not (run.asynchronous or run.threads))
     most = MOST_WAITING_WORKERS if alone else cpus
     most = most if run.streams is None else min(most, run.streams)  # a worker serves at least one of them
-    if not waits and run.workers > cpus:
+    if not waits and run.workers > run.cpus:
         yield {"num_workers": cpus}
     for number in (2 * run.workers, 4 * run.workers) if run.workers else (2, 8):
         if run.workers < min(number, most):
