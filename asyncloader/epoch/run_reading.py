@@ -74,6 +74,7 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         streams=config.loader_streams,
         asynchronous=config.concurrent and not config.fetch_threads,
         threads=config.fetch_threads,
+        decode_threads=config.decode_threads if config.concurrent and config.decode is not None else 0,
         concurrency=config.concurrency if config.auto_concurrency is None else config.auto_concurrency.number,
         tried={option: choice.found for option, choice in choices.items() if choice is not None},
         slow=statistics.slow_samples(),

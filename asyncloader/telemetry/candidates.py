@@ -17,7 +17,7 @@ from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS
 _MOST = 3
 _MOST_IN_FLIGHT = 1024
 _MOST_THREADS = 64
-_STARTING = 0.1  # the share of starts in the time from which they are worth saving
+_STARTING = 0.02  # the share of starts in the time from which they are worth saving
 _SAVED = 0.02  # the share of saving states in the time that is left
 
 
@@ -59,7 +59,7 @@ def _settings(run: Run, bound: str) -> Iterator[dict[str, Any]]:
         yield {"snapshot_every_n_steps": every * run.snapshot_every}
     elif bound in ("fetch", "compute", "cpus"):
         waits = bound == "fetch"
-        if waits and not run.iterable and not run.gil_held:
+        if waits and not run.gil_held:
             yield from _in_flight(run)
         if same_order and not cheap and (waits or not run.in_threads) and not run.gil_held:
             yield from _workers(run, waits=waits)
@@ -73,8 +73,11 @@ def _kept(run: Run) -> Iterator[dict[str, Any]]:
 
 
 def _in_flight(run: Run) -> Iterator[dict[str, Any]]:
-    """More samples at a time: of a dataset whose samples are awaited, or fetched by threads."""
-    if not (run.asynchronous or run.threads):
+    """More samples at a time: of a dataset whose samples are awaited, or fetched or decoded by threads."""
+    if run.decode_threads and run.mean("decode") > run.mean("fetch") / 2:
+        yield {"decode_threads": min(_MOST_THREADS, 4 * run.decode_threads)}
+        return
+    if run.iterable or not (run.asynchronous or run.threads):
         return
     most = _MOST_IN_FLIGHT if run.asynchronous else _MOST_THREADS
     for times in (4, 16):

@@ -48,6 +48,7 @@ class Run:
         streams: `loader_streams` of the dataset: then its order does not depend on the workers. None: not given.
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
         threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
+        decode_threads: that decode beside an event loop, in each worker; 0: samples are decoded where they are read.
         concurrency: see there.
         tried: of each option that is "auto": the value that the loader's trials kept, and the measured factor by which
             batches come faster than with its first value; 1: no other value was kept.
@@ -83,6 +84,7 @@ class Run:
     streams: int | None = None
     asynchronous: bool = False
     threads: int = 0
+    decode_threads: int = 0
     concurrency: int = 1
     tried: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
     slow: SlowFigures = NO_SAMPLES

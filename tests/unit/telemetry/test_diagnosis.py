@@ -261,6 +261,18 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"concurrency": 32}, {"concurrency": 128}, {"num_workers": 2}),
         "Samples cost waiting",
     ),
+    "a stream whose samples are decoded by threads that wait": (
+        run(
+            {},
+            *[[a + b for a, b in zip(worker(0.19, 0.5), block({"decode": 0.18}, BATCHES // 2), strict=True)]] * 2,
+            iterable=True,
+            asynchronous=True,
+            decode_threads=2,
+        ),
+        "fetch",
+        ({"decode_threads": 8},),
+        "Another number of workers would alter the order",
+    ),
     "a stream that waits": (
         run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True),
         "fetch",
