@@ -1,9 +1,9 @@
 """Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``;
 ``--auto`` measures settings that are "auto" instead (`auto.py`).
 
-For each row, loop and seed: the run itself, its verdict, the run with the advised change, and the runs of the grid, all
-in this process, one after the other. Prints a line for each, and at the end the table; ``--save`` writes the table into
-docs/reference/verdicts.md.
+For each row, loop and seed: the run itself, its verdict, the runs with the settings that it names as worth trying, and
+those of the grid, all in this process, one after the other. Prints a line for each, and at the end the table;
+``--save`` writes the table into docs/reference/verdicts.md.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ SEEDS = (11, 12, 13, 14, 15)
 _PAGE = """\
 # Verdicts
 
-Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what following its
-advice gains. The costs of samples are drawn from the seeds {seeds}. *Promised* is the gain in the words of the verdict;
-*got*, the time of the run through that with the advised change; *of the best*, how much of the best setting's gain that
-is, among numbers of workers (0 to 64), `prefetch_factor` (1 to 4), `concurrency` (4 to 256), persistent workers and
-sizes of rings, as far as they can act. Medians over the seeds; measured on {cpus} CPUs by
-`python -m tests.verdicts --save`.
+Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what the settings gain
+that it names as worth trying. The costs of samples are drawn from the seeds {seeds}. *Tried* are those settings; *got*,
+the time of the run through that with the fastest of them, or 1 where none was faster; *of the best*, how much of the
+best setting's gain that is, among {grid}. Medians over the seeds; measured on {cpus} CPUs by
+`python -m tests.verdicts {arguments}`.
 
 {table}"""
+
+
+_GRID = (
+    "numbers of workers (0 to 64), `prefetch_factor` (1 to 4), `concurrency` (4 to 256), persistent workers and sizes "
+    "of rings, as far as they can act"
+)
 
 
 class Outcome(NamedTuple):
@@ -46,7 +51,7 @@ class Outcome(NamedTuple):
     kind: str
     diagnosis: Diagnosis
     seconds: float
-    advised: float
+    tried: float
     best: float
     best_setting: dict[str, Any]
 
@@ -56,8 +61,8 @@ class Outcome(NamedTuple):
 
     @property
     def reached(self) -> float:
-        """The part of the best gain that the advice reaches."""
-        return self.best / self.advised
+        """The part of the best gain that the candidates reach."""
+        return self.best / self.tried
 
 
 def read(row: Row, kind: str, seed: int, options: dict[str, Any]) -> tuple[float, Diagnosis]:
@@ -92,18 +97,17 @@ def merged(options: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(row: Row, kind: str, seed: int, *, grid: bool) -> Outcome:
-    """Run a row, with the advised change, and with the settings of its grid."""
+    """Run a row, with the settings that its verdict names as worth trying, and with those of its grid."""
     seconds, diagnosis = read(row, kind, seed, row.options)
-    settings = list(row.grid) if grid else []
-    advised = seconds
-    if diagnosis.change:
-        advised = read(row, kind, seed, merged(row.options, dict(diagnosis.change)))[0]
-    best, best_setting = min((advised, seconds)), dict(diagnosis.change) if advised < seconds else {}
-    for setting in settings:
+    best, tried, best_setting = seconds, seconds, dict[str, Any]()
+    candidates = [dict(each) for each in diagnosis.candidates]
+    for number, setting in enumerate([*candidates, *(row.grid if grid else ())]):
         found = read(row, kind, seed, merged(row.options, setting))[0]
         if found < best:
             best, best_setting = found, setting
-    return Outcome(row, kind, diagnosis, seconds, advised, best, best_setting)
+        if number < len(candidates):
+            tried = best
+    return Outcome(row, kind, diagnosis, seconds, tried, best, best_setting)
 
 
 def main() -> int:
@@ -134,44 +138,43 @@ def main() -> int:
                 outcomes.append(outcome)
                 mark = "ok   " if outcome.right else "WRONG"
                 found = outcome.diagnosis
-                told = f"{found.promise} x{found.gain:.2f}"
                 print(
                     f"{mark} {row.name} [{kind}, {seed}]: {found.bound}, {outcome.seconds:.2f} s, "
-                    f"{dict(found.change)} -> {outcome.advised:.2f} s (told: {told}), "
+                    f"{[*map(dict, found.candidates)]} -> {outcome.tried:.2f} s, "
                     f"best {outcome.best:.2f} s {outcome.best_setting}, reached {outcome.reached:.0%}"
                 )
                 print(f"      {found.text}", flush=True)
     text = table(outcomes)
     print(text)
     if given.save:
-        PAGE.write_text(_PAGE.format(seeds=given.seeds.replace(",", ", "), cpus=usable_cpus(), table=text))
+        grid = _GRID if given.grid else "these settings alone"
+        arguments, seeds = " ".join(sys.argv[1:]), given.seeds.replace(",", ", ")
+        PAGE.write_text(_PAGE.format(seeds=seeds, cpus=usable_cpus(), table=text, grid=grid, arguments=arguments))
     return 0 if all(outcome.right for outcome in outcomes) else 1
 
 
 def table(outcomes: list[Outcome]) -> str:
     """Return the table: a line for each row and loop, with medians over the seeds."""
     lines = [
-        "| planted | loop | verdict | right | advised | promised | got | of the best |",
-        "|---|---|---|--:|---|--:|--:|--:|",
+        "| planted | loop | verdict | right | tried | got | of the best |",
+        "|---|---|---|--:|---|--:|--:|",
     ]
     groups: dict[tuple[str, str], list[Outcome]] = {}
     for outcome in outcomes:
         groups.setdefault((outcome.row.name, outcome.kind), []).append(outcome)
     for (name, kind), found in groups.items():
-        changes = [", ".join(f"`{key}={value}`" for key, value in each.diagnosis.change.items()) for each in found]
-        change = statistics.mode(changes) or "nothing"
-        gain = statistics.median(each.seconds / each.advised for each in found)
-        advised = [each.diagnosis for each in found if each.diagnosis.change]
-        promised = "nothing"
-        if advised:
-            promise = statistics.mode(each.promise for each in advised)
-            promised = f"{promise} {statistics.median(each.gain for each in advised):.2f}"
+        settings = [
+            ", ".join(f"`{key}={value}`" for each in outcome.diagnosis.candidates for key, value in each.items())
+            for outcome in found
+        ]
+        tries = statistics.mode(settings) or "nothing"
+        gain = statistics.median(each.seconds / each.tried for each in found)
         reached = statistics.median(each.reached for each in found)
         right = sum(each.right for each in found)
         loop = "`for`" if kind == "sync" else "`async for`"
         bound = statistics.mode(each.diagnosis.bound for each in found)
-        verdict = f"{bound} | {right} of {len(found)} | {change}"
-        lines.append(f"| {name} | {loop} | {verdict} | {promised} | {gain:.2f} | {reached:.0%} |")
+        verdict = f"{bound} | {right} of {len(found)} | {tries}"
+        lines.append(f"| {name} | {loop} | {verdict} | {gain:.2f} | {reached:.0%} |")
     return "\n".join(lines) + "\n"
 
 

@@ -120,7 +120,7 @@ ROWS = [
     ),
     Row(
         "slow head of line",
-        ("order",),
+        ("fetch",),
         lambda seed: Planted(seed, 480, waits=0.0015, slow=64),
         {"batch_size": 4, "num_workers": 4, "prefetch_factor": 1},
         ({"prefetch_factor": 2}, {"prefetch_factor": 4}),
