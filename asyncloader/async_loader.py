@@ -360,7 +360,7 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         return metrics(self.stats(), self._statistics.blocks())
 
     def diagnose(self) -> Diagnosis:
-        """The bound of the run so far, and how to move it; see `DataLoader.diagnose`."""
+        """The bound of the run so far, and settings worth trying; see `DataLoader.diagnose`."""
         return diagnose_run(self._spec, self._statistics)
 
     def progress(self) -> EpochProgress[B_co]:

@@ -335,9 +335,9 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         return metrics(self.stats(), self._asyncloader_state.statistics.blocks())
 
     def diagnose(self) -> Diagnosis:
-        """What bounds the run so far, the figures that show it, and the options that would make it faster.
+        """What bounds the run so far, the figures that show it, what "auto" has measured, and settings worth trying.
 
-        ``loader.clone(**loader.diagnose().change)`` applies them. They alter neither order nor samples.
+        ``loader.clone(**candidate)`` applies one of `Diagnosis.candidates`. None alters the order or the samples.
         """
         return diagnose_run(self, self._asyncloader_state.statistics)
 

@@ -17,25 +17,12 @@ from typing import Any, Literal, NamedTuple
 from asyncloader.telemetry.candidates import candidates
 from asyncloader.telemetry.counters import stage_times
 from asyncloader.telemetry.run_figures import BATCH_COST_S, Run
-from asyncloader.telemetry.slow_samples import slowest
+from asyncloader.telemetry.slow_samples import in_words, slowest
 
 Bound = Literal[
-    "unknown",
-    "consumer",
-    "startup",
-    "snapshots",
-    "sampler",
-    "store",
-    "memory",
-    "ring",
-    "consumer process",
-    "slow worker",
-    "shards",
-    "cpus",
-    "overhead",
-    "compute",
-    "fetch",
-]
+    "unknown", "consumer", "startup", "snapshots", "sampler", "store", "memory", "ring", "consumer process",
+    "slow worker", "shards", "cpus", "overhead", "compute", "fetch",
+]  # fmt: skip
 """What bounds a run: nothing that can be judged yet; the consumer; starting workers; saving states of the dataset or
 the sampler; the sampler; a store that fails; the memory limit of workers; rings that are too small; a consumer's
 process that does not get to take batches; one worker; shards that are fewer than workers; all CPUs; the fixed cost of
@@ -50,7 +37,7 @@ _STARTING = 0.35  # the share of starts in the waiting from which they are the b
 _STARTING_ONCE = 0.5  # of one epoch's start in the whole time
 _WRITING = 0.15  # the share of writing in a worker's time for a batch from which rings that are too small matter
 _OF_SAMPLES: tuple[Bound, ...] = ("slow worker", "cpus", "compute", "fetch")
-_OTHERS = 0.5  # threads of other programs, from which they are mentioned
+_OTHERS = 0.5  # CPUs of other programs, from which they are mentioned
 
 
 class Diagnosis(NamedTuple):
@@ -196,19 +183,20 @@ def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
     """Whether the samples cost computing, or waiting, or next to nothing."""
     delayed = run.sum("delayed_s") / (run.workers * run.steady_s) if run.workers else 0.0
     load = run.cpu_s * run.batches / (run.allowed_cpus * run.steady_s)
-    others = run.other_threads
     if delayed > 0.3 or (run.workers and load > 0.85 and (delayed > 0.15 or run.workers >= run.cpus)):
         words = f"All {run.cpus} CPUs are busy"
         if run.allowed_cpus < run.cpus:
             words = f"The {run.allowed_cpus:.2g} CPUs that the control group's quota allows are used up"
         elif run.main_cpu_s > 1.3 * run.elapsed_s:
-            words += (
-                f", {run.main_cpu_s / run.elapsed_s:.1f} of them with this process (torch.set_num_threads limits it)"
-            )
-        elif others > _OTHERS:
-            words += f", also with other programs, of which {others:.1f} want one at a time"
-        evidence = {"load": load, "delayed_frac": delayed, "others": others}
-        return "cpus", evidence, f"{words}: make samples cheaper."
+            own = run.main_cpu_s / run.elapsed_s
+            words += f", {own:.1f} of them with this process (torch.set_num_threads limits it)"
+        elif run.others_cpu > _OTHERS:
+            words += f", {run.others_cpu:.1f} of them with other programs"
+        return (
+            "cpus",
+            {"load": load, "delayed_frac": delayed, "others_cpu": run.others_cpu},
+            f"{words}: make samples cheaper.",
+        )
     share = run.computing_share
     evidence = {"work_s": run.work_s, "computing_frac": share}
     if share > 0.6:
@@ -225,21 +213,9 @@ def _slow_samples(run: Run) -> tuple[dict[str, float], str]:
     order, period, fetch = run.mean("order"), run.steady_s / run.batches, run.stage("fetch")
     if run.workers and run.in_order and order > 0.3 * period and fetch.p99 > 4 * fetch.p50 and fetch.p99 > 4 * period:
         evidence["order_s"] = order
-        words = f" Finished batches waited {_seconds(order)} for an earlier one."
-    slow = slowest(run.slow)
-    # Where processes had to wait for CPUs for so long, it need not be the samples.
-    if slow is None or slow.seconds < run.sum("delayed_s") / 2:
-        return evidence, words
-    evidence |= {"slow_samples": float(slow.number), "slow_samples_frac": slow.share}
-    subject = "1 sample" if slow.number == 1 else f"{slow.number} samples"
-    verb = "takes" if slow.number == 1 else "take"
-    words += f" {subject} of {slow.of} {verb} {slow.share:.0%} of the samples' time"
-    named = ", ".join(f"{name} ({_seconds(mean)})" for name, mean in slow.named)
-    return evidence, f"{words}: {named}{'' if slow.all_named else ', ...'}." if named else f"{words}."
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
+        words = f" Finished batches waited {in_words(order)} for an earlier one."
+    slow, sentence = slowest(run.slow, run.sum("delayed_s"))
+    return {**evidence, **slow}, words + sentence
 
 
 def _remarks(run: Run, bound: Bound) -> str:

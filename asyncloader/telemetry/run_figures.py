@@ -123,9 +123,8 @@ class Run:
     @property
     def work_s(self) -> float:
         """Seconds that a worker, or this process without workers, takes for a batch if it never waits for a CPU."""
-        work = self.mean("fetch", "collate", "write") + (
-            0.0 if self.asynchronous or self.threads else self.mean("decode")
-        )
+        stages: tuple[Stage, ...] = ("fetch", "collate", "write")
+        work = self.mean(*stages) if self.asynchronous or self.threads else self.mean(*stages, "decode")
         delayed = self.sum("delayed_s")
         if not self.workers:
             return work * (1 - min(0.9, delayed / max(1e-9, self.sum("sampled_s"))))
@@ -170,7 +169,8 @@ class Run:
         if not self.workers:
             sampled = self.sum("sampled_s")
             return min(1.0, self.sum("sampled_cpu_s") / (sampled - min(delayed, 0.9 * sampled))) if sampled else 1.0
-        work = sum(self.stage(stage).total for stage in self._work_stages)
+        stages: tuple[Stage, ...] = ("fetch", "collate", "write", "decode", "first_read")
+        work = sum(self.stage(stage).total for stage in stages)
         if self.asynchronous or self.threads:  # many at a time: compared with the time that the workers have
             work = self.workers * self.steady_s
         return min(1.0, self.sum("cpu_s") / max(1e-9, work - min(delayed, 0.9 * work)))
@@ -179,30 +179,3 @@ class Run:
     def allowed_cpus(self) -> float:
         """CPU seconds per second that may be used."""
         return self.cpus if self.cpu_limit is None else min(self.cpus, self.cpu_limit)
-
-    @property
-    def other_threads(self) -> float:
-        """How many threads of other programs want a CPU at a time.
-
-        Where R threads share C CPUs evenly, each computes C / R of the time that it wants to. The share that our
-        processes got therefore gives R, from which the number of our own threads is subtracted. A process that sleeps
-        and wakes often waits for a CPU although no others run: the CPU time of other programs is the upper bound.
-        """
-        delayed = self.sum("delayed_s")
-        if not delayed:
-            return 0.0
-        computed, seconds = self.sum("cpu_s"), self.steady_s
-        if not self.workers:
-            computed, seconds = self.sum("sampled_cpu_s"), self.sum("sampled_s")
-        got = computed / max(1e-9, computed + delayed)
-        if got > 0.9:
-            return 0.0
-        own = (computed + delayed) / seconds + (self.main_cpu_s / self.elapsed_s if self.workers else 0.0)
-        return max(0.0, min(self.allowed_cpus / got - own, self.others_cpu / got))
-
-    @property
-    def _work_stages(self) -> tuple[Stage, ...]:
-        """The stages in which a worker makes a batch, one after the other."""
-        overlapping = self.asynchronous or self.threads
-        stages: tuple[Stage, ...] = ("fetch", "collate", "write")
-        return stages if overlapping else (*stages, "decode", "first_read")

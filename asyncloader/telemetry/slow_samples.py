@@ -26,6 +26,7 @@ _VALUES = Struct("<dd")
 _COUNTED = 8 * 2 * _OCTAVES
 _LARGE_SHARE = 0.1
 _FEW = 16  # at most one of this number of samples is slow
+_SHOWN = 4
 
 SLOW_BYTES = _COUNTED + _SLOTS * _SLOT.size
 """Size of a process's part."""
@@ -46,26 +47,6 @@ class SlowFigures(NamedTuple):
 
 
 NO_SAMPLES = SlowFigures((0.0,) * _OCTAVES, (0.0,) * _OCTAVES, {})
-
-
-class Slowest(NamedTuple):
-    """Few samples that take a large share of the time: each took four times as long as half of all samples, or longer.
-
-    Attributes:
-        number: of them; a sample that is made in several epochs counts in each.
-        of: number of all samples that were timed.
-        seconds: of the slow samples.
-        share: of that in the time of all samples.
-        named: the slowest by name, at most four, with the mean seconds.
-        all_named: whether no others are among the slow samples.
-    """
-
-    number: int
-    of: int
-    seconds: float
-    share: float
-    named: Sequence[tuple[str, float]]
-    all_named: bool
 
 
 class SlowSamples:
@@ -172,17 +153,32 @@ def joined(found: Iterable[SlowFigures]) -> SlowFigures:
     return SlowFigures(seconds, times, dict(kept))
 
 
-def slowest(found: SlowFigures) -> Slowest | None:
-    """Return the slow samples, if they are few and take a large share of the time."""
+def slowest(found: SlowFigures, delayed_s: float) -> tuple[dict[str, float], str]:
+    """Judge whether few samples take a large share of the time: each four times as long as half of all, or longer.
+
+    Args:
+        found: what was counted. A sample that is made in several epochs counts in each.
+        delayed_s: seconds for which the processes had to wait for CPUs: so much need not be the samples' fault.
+
+    Returns:
+        The number of the slow samples and their share in the time of all, and a sentence with the slowest; both empty
+        if there are none.
+    """
     of, whole = sum(found.times), sum(found.seconds)
-    if not of or whole <= 0.0:
-        return None
-    most = next(octave for octave, sofar in enumerate(accumulate(found.times)) if 2 * sofar >= of)
-    first = most + 3  # four times the upper end of the octave that has the median
+    # From four times the upper end of the octave that has the median.
+    first = 3 + next((octave for octave, sofar in enumerate(accumulate(found.times)) if 2 * sofar >= of), 0)
     number, seconds = sum(found.times[first:]), sum(found.seconds[first:])
-    if not 0 < number <= of / _FEW or seconds < _LARGE_SHARE * whole:
-        return None
+    if not 0 < number <= of / _FEW or seconds < max(_LARGE_SHARE * whole, delayed_s / 2):
+        return {}, ""
     means = sorted(((took / made, name, made) for name, (took, made) in found.named.items()), reverse=True)
-    named = [(name, mean, made) for mean, name, made in means if mean > means[0][0] / 2][:4]
-    all_named = sum(made for *_, made in named) >= number
-    return Slowest(round(number), round(of), seconds, seconds / whole, [each[:2] for each in named], all_named)
+    named = [each for each in means if each[0] > means[0][0] / 2][:_SHOWN]
+    words = ", ".join(f"{name} ({in_words(mean)})" for mean, name, _ in named)
+    more = "" if sum(made for *_, made in named) >= number else ", ..."
+    few, verb = ("1 sample", "takes") if number == 1 else (f"{number:.0f} samples", "take")
+    text = f" {few} of {of:.0f} {verb} {seconds / whole:.0%} of the samples' time: {words}{more}."
+    return {"slow_samples": number, "slow_samples_frac": seconds / whole}, text
+
+
+def in_words(seconds: float) -> str:
+    """Return a time with its unit."""
+    return f"{seconds:.2g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"

@@ -30,7 +30,7 @@ _PAGE = """\
 # Verdicts
 
 Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what the settings gain
-that it names as worth trying. The costs of samples are drawn from the seeds {seeds}. *Tried* are those settings; *got*,
+that it names as worth trying. The costs of samples are drawn from the {seeds}. *Tried* are those settings; *got*,
 the time of the run through that with the fastest of them, or 1 where none was faster; *of the best*, how much of the
 best setting's gain that is, among {grid}. Medians over the seeds; measured on {cpus} CPUs by
 `python -m tests.verdicts {arguments}`.
@@ -148,7 +148,7 @@ def main() -> int:
     print(text)
     if given.save:
         grid = _GRID if given.grid else "these settings alone"
-        arguments, seeds = " ".join(sys.argv[1:]), given.seeds.replace(",", ", ")
+        arguments, seeds = " ".join(sys.argv[1:]), f"seed{'s' * (',' in given.seeds)} {given.seeds.replace(',', ', ')}"
         PAGE.write_text(_PAGE.format(seeds=seeds, cpus=usable_cpus(), table=text, grid=grid, arguments=arguments))
     return 0 if all(outcome.right for outcome in outcomes) else 1
 

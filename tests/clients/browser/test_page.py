@@ -114,7 +114,7 @@ def test_it_follows_a_run(open_page: Open) -> None:
 SPOKEN = """(() => {
   const node = document.querySelector("[aria-live]"), watch = new MutationObserver(() => {});
   watch.observe(node, {childList: true, characterData: true, subtree: true});
-  return [["order", 41], ["fetch", 41], ["fetch", 42], ["compute", 42], ["consumer", 4]].map(([bound, share]) => {
+  return [["startup", 41], ["fetch", 41], ["fetch", 42], ["compute", 42], ["consumer", 4]].map(([bound, share]) => {
     const text = `The consumer waited ${share} % of the time.`;
     show({...last, verdict: {...last.verdict, bound, text, ok: bound === "consumer"}});
     return watch.takeRecords().length ? node.textContent : null;

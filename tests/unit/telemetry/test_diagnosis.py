@@ -295,7 +295,7 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         run({}, worker(0.095, 4.7, BATCHES, delayed_s=4.7), cpus=2, main_cpu_s=0.1, others_cpu=1.5),
         "cpus",
         ({"num_workers": 2},),
-        "also with other programs, of which 3.0 want one at a time",
+        "All 2 CPUs are busy, 1.5 of them with other programs: make samples cheaper.",
     ),
     "the same, without workers": (
         run({"fetch": 0.095}, sampled_s=5.0, sampled_cpu_s=2.4, delayed_s=2.4, cpus=2, main_cpu_s=4.7, others_cpu=1.5),
