@@ -85,7 +85,8 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 def slowest_of(dataset: Any, **options: Any) -> str:
     """The name of the sample that took longest."""
-    with DataLoader[Any](dataset, **{"batch_size": 4, **options}) as loader:
+    given: dict[str, Any] = {"batch_size": 4, **options}
+    with DataLoader[Any](dataset, **given) as loader:
         for _ in loader:
             pass
         named = loader._asyncloader_state.statistics.slow_samples().named
