@@ -48,7 +48,6 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         "prefetch_factor": config.auto_prefetch,
         "concurrency": config.auto_concurrency,
     }
-    size = getattr(config.batch_sampler, "batch_size", None) if config.auto_collation else 1
     return Run(
         batches=statistics.batches,
         epochs=statistics.epochs,
@@ -69,7 +68,6 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         forks=start_method(config) == "fork",
         in_threads=in_threads,
         prefetch_factor=config.prefetch_factor if config.auto_prefetch is None else config.auto_prefetch.number,
-        batch_size=size if isinstance(size, int) and size > 0 else 1,
         iterable=config.iterable,
         streams=config.loader_streams,
         asynchronous=config.concurrent and not config.fetch_threads,

@@ -123,8 +123,8 @@ def _trouble(run: Run, waited_s: float) -> tuple[Bound, dict[str, float], str] |
     tries = run.sum("retries")
     if backoff > 0.05 * waited_s and tries > 0.1 * run.sum("requests"):
         words = (
-            f"The store failed {tries:.0f} of {run.sum('requests'):.0f} requests, and {backoff:.3g} s went by in "
-            "waiting to try them again: ask less of it at a time, or have it scaled up."
+            f"The store failed {tries:.0f} of {run.sum('requests'):.0f} requests, and {backoff:.3g} s went by until "
+            "they were tried again: ask less of it at a time, or have it scaled up."
         )
         return "store", {"retries": tries, "retry_wait_s": backoff}, words
     if run.retirements * 10 > run.batches:
@@ -142,40 +142,33 @@ def _workers_trouble(run: Run) -> tuple[Bound, dict[str, float], str] | None:
     """What keeps finished work from the consumer, or workers from working."""
     period = run.steady_s / run.batches
     if run.oversize * 2 > run.batches and run.mean("write") > _WRITING * run.work_s:
-        words = (
-            f"{run.oversize} of {run.batches} batches did not fit into the rings and were given memory of their own."
-        )
+        words = f"{run.oversize} of {run.batches} batches did not fit into the rings, and got memory of their own."
         return "ring", {"oversize_frac": run.oversize / run.batches}, words
     if run.ring_copies * 2 > run.batches:
-        words = (
-            f"{run.ring_copies} of {run.batches} batches were copied out of the rings, because the consumer holds "
-            "many: hold fewer batches at a time."
-        )
+        words = f"{run.ring_copies} of {run.batches} batches were copied out of the rings: hold fewer at a time."
         return "ring", {"copied_frac": run.ring_copies / run.batches}, words
     if run.work_s < BATCH_COST_S:
         words = f"A batch takes {run.work_s * 1e6:.0f} us to make, less than to pass it on: make batches larger."
         return "overhead", {"work_s": run.work_s}, words
     if run.held_up:
         transfer = run.mean("transfer")
+        code = "its code or that of the samples" if run.in_threads else "its code"
         words = (
-            f"Finished batches lay {transfer * 1e3:.3g} ms before this process took note of them: "
-            f"{'its code or that of the samples' if run.in_threads else 'its code'} holds the GIL, or blocks the event "
-            "loop, for so long at a time."
+            f"Finished batches lay {in_words(transfer)} before this process took note of them: {code} holds the GIL, "
+            "or blocks the event loop, for so long at a time."
         )
         return "consumer process", {"transfer_s": transfer}, words
     made = {worker: stage_times(block, "fetch") for worker, block in run.blocks.items() if worker >= 0}
     idle = sum(not times.number for times in made.values())
     if run.iterable and idle and run.batches > 2 * run.workers:
-        words = (
-            f"{idle} of {run.workers} workers had nothing to read: the stream has fewer parts (shards) than workers."
-        )
+        words = f"{idle} of {run.workers} workers had nothing to read: the stream has fewer parts (shards)."
         return "shards", {"idle_workers": float(idle)}, words
     means = sorted((times.total / times.number, worker) for worker, times in made.items() if times.number)
     # The lower median: of two workers the slower is compared with the other, not with itself.
     if len(means) > 1 and means[-1][0] > 3 * means[(len(means) - 1) // 2][0] and means[-1][0] > period:
-        slowest = means[-1][0] / means[(len(means) - 1) // 2][0]
-        words = f"Worker {means[-1][1]} takes {slowest:.1f} times as long for a batch as the others."
-        return "slow worker", {"slowest_ratio": slowest}, words
+        ratio = means[-1][0] / means[(len(means) - 1) // 2][0]
+        words = f"Worker {means[-1][1]} takes {ratio:.1f} times as long for a batch as the others."
+        return "slow worker", {"slowest_ratio": ratio}, words
     return None
 
 

@@ -43,7 +43,6 @@ class Run:
         forks: whether workers are forked.
         in_threads: whether they are threads of the consumer's process, which share its GIL.
         prefetch_factor: None without workers.
-        batch_size: samples in a batch, as far as known.
         iterable: whether the dataset is a stream: then the number of workers is part of its order.
         streams: `loader_streams` of the dataset: then its order does not depend on the workers. None: not given.
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
@@ -79,7 +78,6 @@ class Run:
     forks: bool = True
     in_threads: bool = False
     prefetch_factor: int | None = None
-    batch_size: int = 1
     iterable: bool = False
     streams: int | None = None
     asynchronous: bool = False

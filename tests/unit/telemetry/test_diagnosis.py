@@ -46,7 +46,6 @@ def run(main: Stages, *workers: list[float], **known: Any) -> Run:
         "cpus": 8,
         "workers": len(workers),
         "prefetch_factor": 2 if workers else None,
-        "batch_size": 8,
         **known,
     }
     sums = {
