@@ -11,7 +11,6 @@ named with the factor that it measured (`Diagnosis.change`), others as worth try
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import prod
 from typing import Any, Literal, NamedTuple
 
 from asyncloader.telemetry.candidates import candidates
@@ -65,33 +64,36 @@ class Diagnosis(NamedTuple):
 
 def diagnose(run: Run) -> Diagnosis:
     """Judge a run."""
-    found = {option: (value, factor) for option, (value, factor) in run.tried.items() if factor != 1.0}
-    change = {option: value for option, (value, _) in found.items()}
-    gain = prod((factor for _, factor in found.values()), start=1.0)
-    measured = "".join(
-        f" auto has measured {option}={value}: {factor:.2g} times as fast." for option, (value, factor) in found.items()
-    )
-    if not run.batches:
-        return Diagnosis("unknown", {}, change, gain, f"Nothing was loaded yet.{measured}")
-    if run.elapsed_s < _LEAST_SECONDS or run.batches < _LEAST_BATCHES:
-        text = f"{run.batches} batches in {run.elapsed_s:.2f} s are too few to judge.{measured}"
-        return Diagnosis("unknown", {}, change, gain, text)
-    waited = min(1.0, run.wait_s / run.elapsed_s)
-    if run.epochs == 1:  # its start will not come again
-        waited = min(waited, max(0.0, run.wait_s - run.startup_s) / run.steady_s)
-    if waited < _HEALTHY_WAIT:
-        text = f"Consumer-bound: it waited for data {waited:.0%} of the time; the loader keeps up, nothing to change."
-        return Diagnosis("consumer", {"wait_frac": waited}, change, gain, text + measured)
-    bound, evidence, words = _bound(run)
-    if bound in _OF_SAMPLES:
-        more, sentences = _slow_samples(run)
-        evidence, words = {**evidence, **more}, words + sentences
-    tries = candidates(run, bound)
-    text = f"Input-bound: the consumer waited {waited:.0%} of the time. {words}{_remarks(run, bound)}{measured}"
+    bound, evidence, text = _judged(run)
+    tries, change, gain = candidates(run, bound), dict[str, Any](), 1.0
+    for option, (value, factor) in run.tried.items():
+        if factor != 1.0:
+            change[option] = value
+            gain *= factor
+            text += f" auto has measured {option}={value}: {factor:.2g} times as fast."
     if tries:
         settings = "; ".join(", ".join(f"{name}={value!r}" for name, value in each.items()) for each in tries)
         text += f" Worth trying: {settings}. asyncloader try measures {'them' if len(tries) > 1 else 'it'}."
-    return Diagnosis(bound, {"wait_frac": waited, **evidence}, change, gain, text, tries)
+    return Diagnosis(bound, evidence, change, gain, text, tries)
+
+
+def _judged(run: Run) -> tuple[Bound, dict[str, float], str]:
+    """Return the bound, the figures that show it, and sentences."""
+    if not run.batches:
+        return "unknown", {}, "Nothing was loaded yet."
+    if run.elapsed_s < _LEAST_SECONDS or run.batches < _LEAST_BATCHES:
+        return "unknown", {}, f"{run.batches} batches in {run.elapsed_s:.2f} s are too few to judge."
+    waited = min(1.0, run.wait_s / run.elapsed_s)
+    if run.epochs == 1:  # its start will not come again
+        waited = min(waited, max(0.0, run.wait_s - run.startup_s) / run.steady_s)
+    evidence = {"wait_frac": waited}
+    if waited < _HEALTHY_WAIT:
+        text = f"Consumer-bound: it waited for data {waited:.0%} of the time; the loader keeps up, nothing to change."
+        return "consumer", evidence, text
+    bound, more, words = _bound(run)
+    slow, sentences = _slow_samples(run) if bound in _OF_SAMPLES else ({}, "")
+    text = f"Input-bound: the consumer waited {waited:.0%} of the time. {words}{sentences}{_remark(run, bound)}"
+    return bound, {**evidence, **more, **slow}, text
 
 
 def _bound(run: Run) -> tuple[Bound, dict[str, float], str]:
@@ -211,7 +213,7 @@ def _slow_samples(run: Run) -> tuple[dict[str, float], str]:
     return {**evidence, **slow}, words + sentence
 
 
-def _remarks(run: Run, bound: Bound) -> str:
+def _remark(run: Run, bound: Bound) -> str:
     """What no option of the candidates can change."""
     if bound == "snapshots" and run.keeps_states:
         return " snapshot_every_n_steps=0 saves none; then a run can be resumed at the end of an epoch only."
