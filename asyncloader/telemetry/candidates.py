@@ -45,7 +45,8 @@ def _settings(run: Run, bound: str) -> Iterator[dict[str, Any]]:
         yield {"num_workers": 0}
     if bound == "startup":
         yield from _kept(run)
-        if run.workers and not run.iterable and run.work_s * run.batches < run.startup_s:
+        # Not where samples wait: here each would be waited for alone.
+        if run.workers and same_order and run.computes and run.work_s * run.batches < run.startup_s:
             yield {"num_workers": 0}
     elif bound == "ring" and run.ring_needed:
         yield {"ring_bytes": run.ring_needed}

@@ -194,7 +194,7 @@ def _dataset(run: Run) -> tuple[Bound, dict[str, float], str]:
         )
     share = run.computing_share
     evidence = {"work_s": run.work_s, "computing_frac": share}
-    if share > 0.6:
+    if run.computes:
         decode, fetch = run.mean("decode"), run.mean("fetch")
         what = "decode" if decode > fetch else "the dataset's code"
         return "compute", evidence, f"Samples cost computing ({share:.0%} of a batch's time, mostly in {what})."

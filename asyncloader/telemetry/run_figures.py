@@ -16,6 +16,7 @@ from asyncloader.telemetry.slow_samples import NO_SAMPLES, SlowFigures
 BATCH_COST_S = 300e-6
 """Cost of a worker's batch in both processes, besides its samples."""
 
+_COMPUTES = 0.6  # the share of computing from which samples cost that
 _GIL_S = 1e-3  # a thread that holds the GIL is asked for it after 5 ms; a loop that need not wait is awake in 0.1 ms
 
 
@@ -172,6 +173,11 @@ class Run:
         if self.asynchronous or self.threads:  # many at a time: compared with the time that the workers have
             work = self.workers * self.steady_s
         return min(1.0, self.sum("cpu_s") / max(1e-9, work - min(delayed, 0.9 * work)))
+
+    @property
+    def computes(self) -> bool:
+        """Whether samples cost computing rather than waiting."""
+        return self.computing_share > _COMPUTES
 
     @property
     def allowed_cpus(self) -> float:

@@ -92,7 +92,7 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
     "starts, each epoch anew": (
         run({}, worker(0.05, 0.5, starts=10), worker(0.05, 0.5, starts=10), startup_s=8.0, epochs=10),
         "startup",
-        ({"persistent_workers": True}, {"num_workers": 0}),
+        ({"persistent_workers": True},),
         "Starting workers took 80%",
     ),
     "one start of workers that are kept": (
