@@ -294,19 +294,8 @@ class ConcurrencyLimiter:
 
 class _Batch:
     __slots__ = (
-        "context",
-        "count",
-        "done",
-        "error",
-        "failed",
-        "limiter",
-        "loop",
-        "over",
-        "running",
-        "start",
-        "tasks",
-        "took",
-    )
+        "context", "count", "done", "error", "failed", "limiter", "loop", "over", "running", "start", "tasks", "took",
+    )  # fmt: skip
 
     def __init__(
         self,
