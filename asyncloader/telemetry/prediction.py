@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from asyncloader.telemetry.run_figures import Run
-from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS
+from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS
 
 BATCH_COST_S = 300e-6
 """Cost of a worker's batch in both processes, besides its samples."""
