@@ -196,13 +196,15 @@ class Undecided(WorkerTuner):
         return None if self.tries else self._start(self.value + 1, "it is planned")
 
 
-def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number that it was trying is not chosen."""
+def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The number that it was trying is not chosen. The trial is logged at its start, as the first batch waits for it."""
+    caplog.set_level(logging.INFO, "asyncloader")
     monkeypatch.setattr(worker_trial, "WorkerTuner", Undecided)
     monkeypatch.setattr(worker_trial, "perf_counter", lambda: 1e9 if Undecided.tried else 1.0)
     with DataLoader[Any](Rows(8), num_workers="auto") as loader:
         assert len(list(loader)) == 8
         assert int(loader.num_workers) == int(AutoValue("num_workers")) == Undecided.tried[0] - 1
+    assert "on random samples, 3 s at most, before the first epoch" in caplog.messages[0]
 
 
 def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
