@@ -197,7 +197,7 @@ class Undecided(WorkerTuner):
 
 
 def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The number that it was trying is not chosen. The trial is logged at its start, as the first batch waits for it."""
+    """The number that it was trying is not chosen. The log says at its start what the first batch waits for."""
     caplog.set_level(logging.INFO, "asyncloader")
     monkeypatch.setattr(worker_trial, "WorkerTuner", Undecided)
     monkeypatch.setattr(worker_trial, "perf_counter", lambda: 1e9 if Undecided.tried else 1.0)
