@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import multiprocessing
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, AsyncExitStack, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,26 +48,36 @@ class Planted(Dataset[Any]):
         waits: mean seconds that a sample waits.
         computes: mean seconds that a sample computes.
         nbytes: size of a sample.
-        slow: one in this number of samples takes twenty times as long; 0: none.
+        slow: one in this number of samples, in a random place, takes `times` as long; 0: none.
+        times: how many times as long a slow sample takes as others do on average.
     """
 
     def __init__(
-        self, seed: int, length: int, *, waits: float = 0.0, computes: float = 0.0, nbytes: int = 64, slow: int = 0
+        self,
+        seed: int,
+        length: int,
+        *,
+        waits: float = 0.0,
+        computes: float = 0.0,
+        nbytes: int = 64,
+        slow: int = 0,
+        times: float = 20.0,
     ) -> None:
-        draw = random.Random(seed)
-        self.factors = [draw.uniform(0.5, 1.5) for _ in range(length)]
-        self.waits, self.computes, self.nbytes, self.slow = waits, computes, nbytes, slow
-        self.offset = draw.randrange(slow) if slow else 0
+        draw = np.random.default_rng(seed)
+        self.factors = draw.uniform(0.5, 1.5, length)
+        self.waits, self.computes, self.nbytes = waits, computes, nbytes
+        if slow:
+            starts = np.arange(0, length - slow + 1, slow)
+            self.factors[starts + draw.integers(0, slow, len(starts))] = times
 
     def __len__(self) -> int:
         return len(self.factors)
 
     def __getitem__(self, index: int) -> Any:
-        factor = self.factors[index] * (20 if self.slow and index % self.slow == self.offset else 1)
         if self.waits:
-            time.sleep(self.waits * factor)
+            time.sleep(self.waits * self.factors[index])
         if self.computes:
-            spin(self.computes * factor)
+            spin(self.computes * self.factors[index])
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
 
@@ -119,32 +132,25 @@ class SlowSampler(Sampler[int]):
             yield index
 
 
-class OneShard(IterableDataset[Any]):
-    """A stream of which only the first worker has a part."""
+class Unequal(IterableDataset[Any]):
+    """A stream that some workers read more slowly than others.
 
-    def __init__(self, seed: int, length: int, waits: float) -> None:
-        self.seed, self.length, self.waits = seed, length, waits
+    Args:
+        seed: of the random seconds.
+        length: number of samples of each worker.
+        waits: mean seconds that a sample waits.
+        times: of workers that differ, how many times as long a sample takes; 0: the worker has no part of the stream.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        draw, info = random.Random(self.seed), get_worker_info()
-        if info is None or info.id == 0:
-            for _ in range(self.length):
-                time.sleep(self.waits * draw.uniform(0.5, 1.5))
-                yield torch.zeros(8)
-
-
-class SlowWorker(IterableDataset[Any]):
-    """A stream that worker 1 reads eight times as slowly as the others."""
-
-    def __init__(self, seed: int, length: int, waits: float) -> None:
-        self.seed, self.length, self.waits = seed, length, waits
+    def __init__(self, seed: int, length: int, *, waits: float, times: dict[int, float]) -> None:
+        self.seed, self.length, self.waits, self.times = seed, length, waits, times
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         number = 0 if info is None else info.id
-        draw = random.Random(self.seed + number)
-        for _ in range(self.length):
-            time.sleep(self.waits * draw.uniform(0.5, 1.5) * (8 if number == 1 else 1))
+        draw, times = random.Random(self.seed + number), self.times.get(number, 1)
+        for _ in range(self.length if times else 0):
+            time.sleep(self.waits * draw.uniform(0.5, 1.5) * times)
             yield torch.zeros(8)
 
 
@@ -228,28 +234,26 @@ class Throttled(AbstractContextManager[None]):
         self.group.rmdir()
 
 
-class Store(AbstractContextManager[None]):
-    """An HTTP store in a thread of its own."""
-
-    url: ClassVar[str] = ""
+class Store(AbstractContextManager[str]):
+    """An HTTP store in a thread of its own. Gives its URL."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever)
         self.stack = AsyncExitStack()
 
-    async def _open(self) -> None:
+    async def _open(self) -> str:
         store = await self.stack.enter_async_context(serving())
         self.fill(store)
-        type(self).url = store.url
+        return store.url
 
     @abstractmethod
     def fill(self, store: HttpStore) -> None:
         """Put the objects into the store, and set its faults."""
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> str:
         self.thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
+        return asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
 
     def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result()
@@ -259,26 +263,33 @@ class Store(AbstractContextManager[None]):
 
 
 class Failing(Store):
-    """A store that refuses each object's first requests, a random number of them."""
+    """A store of 24 objects that refuses one to three requests before each that it answers."""
 
     def fill(self, store: HttpStore) -> None:
         draw = random.Random(21)
+
+        async def answers(_: HttpStore, __: web.Request) -> None:
+            return None
+
         for number in range(24):
             store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
-            store.faults[f"{number:02d}.jsonl"].extend([status(503)] * draw.randint(1, 3))
+            for _ in range(1000):
+                store.faults[f"{number:02d}.jsonl"].extend([*[status(503)] * draw.randint(1, 3), answers])
 
 
 class Limited(Store):
     """A store whose connections carry 2 MB/s, after 100 ms. It has 48 objects of 256 KiB."""
 
     def fill(self, store: HttpStore) -> None:
-        data = b'{"n": "%s"}\n' % (b"x" * 1014) * 256
-
-        async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Length": str(len(data)), "ETag": '"1"'})
+        async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse | None:
+            if request.method == "HEAD":
+                return None
+            whole = store.answer(request, request.path[1:])
+            data = bytes(whole.body)  # type: ignore[arg-type]
+            response = web.StreamResponse(status=whole.status, headers=whole.headers)
             await asyncio.sleep(0.1)
-            await response.prepare(request)
             with suppress(ConnectionError):  # the reader has left
+                await response.prepare(request)
                 for at in range(0, len(data), 1 << 15):
                     await asyncio.sleep((1 << 15) / 2e6)
                     await response.write(data[at : at + (1 << 15)])
@@ -286,17 +297,108 @@ class Limited(Store):
             return response
 
         for number in range(48):
-            store.put(f"{number:02d}.jsonl", data)
-            store.faults[f"{number:02d}.jsonl"].extend([slow] * 64)
+            store.put(f"{number:02d}.jsonl", b'{"n": "%s"}\n' % (b"x" * 1014) * 256)
+            store.faults[f"{number:02d}.jsonl"].extend([slow] * 1000)
+
+
+class Folder(AbstractContextManager[str]):
+    """A folder of local files, removed at the end. Gives its path."""
+
+    def __enter__(self) -> str:
+        self.folder = tempfile.mkdtemp(prefix="asyncloader-verdicts-")
+        self.fill(Path(self.folder))
+        return self.folder
+
+    def __exit__(self, *_: object) -> None:
+        shutil.rmtree(self.folder)
+
+    @abstractmethod
+    def fill(self, folder: Path) -> None:
+        """Write the files."""
+
+
+class Shards(Folder):
+    """Gzipped JSON lines, which cannot be cut: a shard for each number of samples."""
+
+    def __init__(self, *samples: int) -> None:
+        self.samples = samples
+
+    def fill(self, folder: Path) -> None:
+        for number, samples in enumerate(self.samples):
+            (folder / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(b'{"n": 1}\n' * samples, 1))
+
+
+class Blobs(Folder):
+    """Files of 1 MiB on the disk, in the page cache or not."""
+
+    NUMBER, SIZE = 128, 1 << 20
+
+    def fill(self, folder: Path) -> None:
+        for number in range(self.NUMBER):
+            with (folder / str(number)).open("wb") as file:
+                file.write(os.urandom(self.SIZE))
+                os.fsync(file.fileno())  # only clean pages leave the cache
+
+
+class Reading(Dataset[Any]):
+    """Reads the files of `Blobs`.
+
+    Args:
+        folder: theirs.
+        cold: take each file out of the page cache before it is read.
+
+    Raises:
+        CannotPlant: cold files are read no slower than others.
+    """
+
+    def __init__(self, folder: str, *, cold: bool) -> None:
+        self.folder, self.cold = folder, cold
+        if cold:
+            seconds = []
+            for self.cold in (False, True):
+                begin = time.perf_counter()
+                for index in range(32):
+                    self[index]
+                seconds.append(time.perf_counter() - begin)
+            if seconds[1] < 2 * seconds[0]:
+                raise CannotPlant(
+                    f"32 files took {seconds[1]:.3f} s without the page cache and {seconds[0]:.3f} s with it"
+                )
+
+    def __len__(self) -> int:
+        return 800_000
+
+    def __getitem__(self, index: int) -> Any:
+        with (Path(self.folder) / str(index % Blobs.NUMBER)).open("rb", buffering=0) as file:
+            if self.cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return torch.zeros(64, dtype=torch.uint8) + file.read()[index % 1024]
+
+
+def slow_collate(samples: list[Any]) -> Any:
+    """Compute 20 ms for a batch."""
+    spin(0.02)
+    return torch.stack(samples)
 
 
 def nothing(_: Any) -> None:
     """A consumer that takes no time."""
 
 
-def sleeps(seconds: float) -> Callable[[Any], None]:
-    """Return a consumer that waits for this time with each batch, as for a GPU."""
-    return lambda _: time.sleep(seconds)
+def sleeps(seconds: float) -> Callable[[Any], Any]:
+    """Return a consumer that waits for this time with each batch, as for a GPU; or a `decode`, as for a service."""
+
+    def waits(given: Any) -> Any:
+        time.sleep(seconds)
+        return given
+
+    return waits
+
+
+def transfers(batch: Any) -> None:
+    """A consumer that copies each batch and waits for the copy, as for one to a device."""
+    batch.clone()
+    time.sleep(0.01)
 
 
 class Pauses:
