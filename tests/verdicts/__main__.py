@@ -26,7 +26,8 @@ _PAGE = """\
 Runs whose bound is planted: what [`diagnose()`](../how-to/make-it-faster.md) said of them, and how many times as fast
 they were with each option that it named. Candidates are options worth trying, of which it promises nothing. Measured by
 `python -m tests.verdicts --save` on {cpus} CPUs, with and without a seed where that may differ, for {times.advice:g} s
-each. The first quarter of these is left out, unless the workers of each epoch start anew.
+each. These begin when as many batches have come as are made ahead while workers start, or with the second batch if
+workers start anew in each epoch.
 
 | planted | said | candidates or change | following gave |
 |---|---|---|--:|
@@ -35,10 +36,10 @@ each. The first quarter of these is left out, unless the workers of each epoch s
 
 One option is "auto", the others are those of the run above. The loader reads for {times.auto:g} s from its first batch
 on. *Of the best* is its rate from second {times.settled:g} on, as a share of the best of about five fixed numbers, each
-of which is read twice for {times.fixed:g} s, in turns. *Below 0.9 for* is the longest time in which each second had
+of which is measured twice for {times.fixed:g} s, in turns. *Below 0.9 for* is the longest time in which each second had
 less than 0.9 of the batches that the number at the beginning has. *Change* is what `diagnose()` said that "auto" had
-measured, and how many times as fast as at the beginning the run is with it. Without a seed, `num_workers` is chosen in a
-trial before the first batch.
+measured, and how many times as fast as at the beginning the run is with it. Without a seed, `num_workers` is chosen in
+a trial before the first batch.
 
 | planted | setting | begins | settles | tried | of the best fixed | below 0.9 for | change |
 |---|---|--:|--:|--:|--:|--:|---|

@@ -1,4 +1,4 @@
-"""Measures planted runs: what the verdict said, what following it gave, and what "auto" reached beside fixed numbers."""
+"""Measures planted runs: what the verdict said, what following that gave, what "auto" reached beside fixed numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from asyncloader import DataLoader
 from asyncloader.options.objects import grouped
 from asyncloader.telemetry.diagnosis import Diagnosis
+from tests.verdicts.planted import AsyncPlanted
 from tests.verdicts.rows import LADDERS, SEEDS, Row
 
 FEWEST = 16
@@ -22,21 +23,34 @@ LEAST = 0.9
 class Times(NamedTuple):
     """Seconds of each kind of run: advice and its following, "auto" with the part that counts, fixed numbers."""
 
-    advice: float = 4.0
+    advice: float = 3.5
     auto: float = 22.0
     settled: float = 20.0
-    fixed: float = 2.5
+    fixed: float = 2.0
 
 
 QUICK = Times(1.0, 4.0, 3.0, 0.5)
 
 
 class Run(NamedTuple):
-    """A run: when its batches came, in seconds since the first; numbers of the watched option; what was said."""
+    """A run.
+
+    Attributes:
+        came: when its batches came, in seconds since the first.
+        skipped: the number of batches at the beginning that do not count.
+        numbers: of the watched option, with each batch.
+        diagnosis: what was said.
+    """
 
     came: list[float]
+    skipped: int
     numbers: list[int]
     diagnosis: Diagnosis
+
+    @property
+    def rate(self) -> float:
+        """Batches per second."""
+        return rate(self.came, self.came[self.skipped])
 
 
 class Advised(NamedTuple):
@@ -61,8 +75,8 @@ class Advised(NamedTuple):
     @property
     def failures(self) -> list[str]:
         found = []
-        if self.diagnosis.bound not in self.row.bounds:
-            found.append(f"the bound is {' or '.join(self.row.bounds)}, but it said {self.diagnosis.bound}")
+        if self.diagnosis.bound not in self.row.bounds.split(" or "):
+            found.append(f"the bound is {self.row.bounds}, but it said {self.diagnosis.bound}")
         return found + (too_slow(self.tried) if self.diagnosis.change else [])
 
 
@@ -137,38 +151,39 @@ def words(change: Mapping[str, Any]) -> str:
 
 def make(row: Row, mode: str, place: Any, **changes: Any) -> DataLoader[Any]:
     """Make the row's loader."""
-    options = {"seed": SEEDS[mode], **row.options, **changes}
-    if options["num_workers"]:
+    options = {"batch_size": row.batch_size, "num_workers": row.num_workers, "seed": SEEDS[mode], **row.options}
+    if (options := {**options, **changes})["num_workers"]:
         options["multiprocessing_context"] = "fork"  # datasets with locks and functions that are not pickled
     return DataLoader[Any](row.dataset(place), **grouped(options))
 
 
-def read(row: Row, loader: DataLoader[Any], seconds: float, watched: str = "num_workers") -> Run:
-    """Read epochs, for so long since the first batch, and close the loader."""
+def read(row: Row, loader: DataLoader[Any], seconds: float, watched: str = "num_workers", *, skip: bool = True) -> Run:
+    """Read epochs for so long, and close the loader. The time begins with the first batch, or with `skip` as soon as
+    the batches have come that were ahead of it: they were made while workers were starting.
+    """
     came: list[float] = []
     numbers: list[int] = []
+    skipped = ahead(loader) if skip and not row.starts else 0
     with loader:
-        while not came or came[-1] - came[0] < seconds or len(came) < FEWEST:
+        while True:
             for batch in loader:
                 row.consume(batch)
                 came.append(time.perf_counter())
                 numbers.append(int(getattr(loader, watched) or 0))
-                if came[-1] - came[0] >= seconds and len(came) >= FEWEST:
-                    break
-        return Run([at - came[0] for at in came], numbers, loader.diagnose())
+                if len(came) >= skipped + FEWEST and came[-1] - came[skipped] >= seconds:
+                    return Run([at - came[0] for at in came], skipped, numbers, loader.diagnose())
+
+
+def ahead(loader: DataLoader[Any]) -> int:
+    """About how many batches are made ahead of the first."""
+    flight = int(getattr(loader, "concurrency", None) or 256) if isinstance(loader.dataset, AsyncPlanted) else 0
+    return max(1, int(loader.num_workers)) * (int(loader.prefetch_factor or 0) + flight // (loader.batch_size or 1))
 
 
 def rate(came: list[float], begin: float = 0.0) -> float:
     """Batches per second from a time on."""
     late = [at for at in came if at >= begin]
     return (len(late) - 1) / max(1e-9, late[-1] - late[0])
-
-
-def steady(row: Row, came: list[float]) -> float:
-    """Batches per second: from the second batch on if starts count, else without the first quarter of the time, in which
-    workers start.
-    """
-    return rate(came, 0.0 if row.starts else came[-1] / 4)
 
 
 def longest_below(came: list[float], least: float) -> float:
@@ -193,17 +208,11 @@ def advise(row: Row, mode: str, times: Times) -> Advised:
     with row.beside() as place:
         loader = make(row, mode, place)
         found = read(row, loader, times.advice)
-        before = steady(row, found.came)
-        changes = [dict(found.diagnosis.change)] if found.diagnosis.change else candidates(found.diagnosis)
-        tried = [
-            (change, steady(row, read(row, loader.clone(**change), times.advice).came) / before) for change in changes
-        ]
+        # Until all verdicts have candidates: those without have none.
+        named = [found.diagnosis.change] if found.diagnosis.change else getattr(found.diagnosis, "candidates", ())
+        changes = [dict(each) for each in named]
+        tried = [(change, read(row, loader.clone(**change), times.advice).rate / found.rate) for change in changes]
     return Advised(row, mode, found.diagnosis, tried)
-
-
-def candidates(diagnosis: Diagnosis) -> list[dict[str, Any]]:
-    """What a verdict names as worth trying."""
-    return [dict(each) for each in getattr(diagnosis, "candidates", ())]
 
 
 def fact(text: str) -> str:
@@ -219,7 +228,7 @@ def choose(row: Row, mode: str, setting: str, times: Times) -> Chosen:
     """
     with row.beside() as place:
         loader = make(row, mode, place, **{setting: "auto"})
-        found = read(row, loader, times.auto, setting)
+        found = read(row, loader, times.auto, setting, skip=False)
         first, change = found.numbers[0], dict(found.diagnosis.change)
         numbers = sorted({*(row.ladder or LADDERS[setting]), first})
         settings: list[dict[str, Any]] = [{setting: number} for number in numbers]
@@ -228,7 +237,7 @@ def choose(row: Row, mode: str, setting: str, times: Times) -> Chosen:
         rates: list[list[float]] = [[] for _ in settings]
         for _ in range(2):
             for each, into in zip(settings, rates, strict=True):
-                into.append(steady(row, read(row, loader.clone(**each), times.fixed).came))
+                into.append(read(row, loader.clone(**each), times.fixed).rate)
     means = [statistics.mean(each) for each in rates]
     best = max(range(len(numbers)), key=means.__getitem__)
     begun = means[numbers.index(first)]

@@ -183,6 +183,14 @@ class Leaking(Planted):
         return super().__getitem__(index)
 
 
+class Oversize(Planted):
+    """Samples of 64 KiB; those of 1 batch of 10, of 8 samples, have 1 MiB."""
+
+    def __getitem__(self, index: int) -> Any:
+        self.nbytes = 1 << 16 if index // 8 % 10 else 1 << 20
+        return super().__getitem__(index)
+
+
 class Holding(AbstractContextManager[None]):
     """A thread that holds the GIL most of the time, as a trainer's own Python code beside the loop does."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from asyncloader import RemoteIterableDataset
@@ -18,6 +18,7 @@ from tests.verdicts.planted import (
     Limited,
     Locked,
     Neighbours,
+    Oversize,
     Pauses,
     Planted,
     Reading,
@@ -38,11 +39,11 @@ SEEDS = {TORCH: None, SEEDED: 1}
 """The loader's `seed` in each mode."""
 
 LADDERS = {
-    "num_workers": (1, 2, 4, 16, 64),
-    "concurrency": (16, 32, 64, 128, 256),
-    "prefetch_factor": (1, 2, 4, 8, 32),
+    "num_workers": (1, 4, 16, 64),
+    "concurrency": (16, 32, 64, 128),
+    "prefetch_factor": (1, 4, 8, 32),
 }
-"""The fixed numbers of each option that are measured beside "auto"."""
+"""The fixed numbers of each option that are measured beside "auto", and beside the number that it begins with."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ class Row:
 
     Attributes:
         name: the planted condition.
-        bounds: the right verdicts.
+        bounds: the right verdicts, joined by "or".
         dataset: makes the dataset, given what the context `beside` gives.
-        options: of the loader.
+        batch_size, num_workers: of the loader.
+        options: further options of the loader.
         consume: called with each batch.
         beside: a context around the run.
         modes: those that may differ, or that can be.
@@ -63,12 +65,14 @@ class Row:
     """
 
     name: str
-    bounds: tuple[str, ...]
+    bounds: str
     dataset: Callable[[Any], Any]
-    options: dict[str, Any]
-    consume: Callable[[Any], None] = nothing
+    batch_size: int
+    num_workers: int
+    consume: Callable[[Any], Any] = nothing
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     beside: Callable[[], AbstractContextManager[Any]] = nullcontext[None]
-    modes: tuple[str, ...] = (TORCH, SEEDED)
+    modes: tuple[str, ...] = (TORCH,)
     auto: tuple[str, ...] = ()
     ladder: tuple[int, ...] | None = None
     starts: bool = False
@@ -78,187 +82,82 @@ def _planted(kind: Callable[..., Any] = Planted, length: int = 800_000, **costs:
     return lambda _: kind(11, length, **costs)
 
 
-def _options(batch_size: int, num_workers: int, **more: Any) -> dict[str, Any]:
-    return {"batch_size": batch_size, "num_workers": num_workers, **more}
+def _shards(pattern: str = "", **options: Any) -> Callable[[str], Any]:
+    return lambda place: RemoteIterableDataset(f"{place}/{pattern}", **options)
 
 
-_TORCH, _SEEDED, _WORKERS, _CONCURRENCY = (TORCH,), (SEEDED,), ("num_workers",), ("concurrency",)
-_COMPUTING = ("compute", "cpus")
+_BOTH, _SEEDED, _WORKERS, _CONCURRENCY = (TORCH, SEEDED), (SEEDED,), ("num_workers",), ("concurrency",)
+_SMALL_RING = {"ring_bytes": 4 << 20}
+_SMALL_MEMORY = {"worker_memory_limit": 64 << 20, "max_worker_restarts": 1_000_000}
+_SLOW_SAMPLER = {"sampler": SlowSampler(800_000, 0.002)}
 
 ROWS = (
-    # ------------------------------------------------------------------------------------------ samples that wait
-    Row(
-        *("slow storage", ("fetch",), _planted(waits=0.004), _options(8, 2)),
-        auto=("num_workers", "prefetch_factor"),
-    ),
-    Row("slow storage, no workers", ("fetch",), _planted(waits=0.004), _options(8, 0), modes=_TORCH),
-    Row(
-        *("1 sample of 256 takes 0.1 s, others 2 ms", ("fetch",)),
-        *(_planted(waits=0.002, slow=256, times=50.0), _options(8, 2)),
-        auto=_WORKERS,
-    ),
-    Row(
-        *("1 sample of 64 takes 20 times as long, one batch ahead", ("fetch",)),
-        *(_planted(waits=0.0015, slow=64), _options(4, 4, prefetch_factor=1)),
-    ),
-    Row("one lock that all workers wait for", ("fetch",), _planted(Locked, waits=0.004), _options(8, 2), auto=_WORKERS),
-    Row("one lock, one worker", ("fetch",), _planted(Locked, waits=0.004), _options(8, 1)),
-    Row(
-        *("an async dataset with 16 samples in flight", ("fetch",)),
-        *(_planted(AsyncPlanted, waits=0.02), _options(16, 1, concurrency=16)),
-        modes=_TORCH,
-    ),
-    Row(
-        *("a store that waits, awaited", ("fetch",), _planted(AsyncPlanted, waits=0.1), _options(8, 0)),
-        modes=_SEEDED,
-        auto=_CONCURRENCY,
-    ),
-    Row(
-        *("a crowded store", ("fetch",), _planted(Crowded, waits=0.05), _options(8, 0)),
-        modes=_SEEDED,
-        auto=_CONCURRENCY,
-    ),
-    Row(
-        *("a crowded store, 2 workers", ("fetch",), _planted(Crowded, waits=0.05), _options(8, 2)),
-        modes=_SEEDED,
-        auto=_CONCURRENCY,
-    ),
-    Row(
-        *("files that are not in the page cache", ("fetch",), lambda at: Reading(at, cold=True), _options(8, 2)),
-        beside=Blobs,
-        modes=_TORCH,
-    ),
-    Row(
-        *("a store that limits each connection", ("fetch",)),
-        *(lambda url: RemoteIterableDataset(url + "/{00..47}.jsonl"), _options(64, 1)),
-        beside=Limited,
-        modes=_TORCH,
-    ),
-    Row(
-        *("a store that fails now and then", ("store",)),
-        *(lambda url: RemoteIterableDataset(url + "/{00..23}.jsonl"), _options(16, 2)),
-        beside=Failing,
-        modes=_TORCH,
-    ),
-    # ------------------------------------------------------------------------------------------ streams
-    Row(
-        *("streams=2, decode waits 30 ms", ("fetch",)),
-        *(lambda at: RemoteIterableDataset(at + "/", streams=2), _options(8, 2, decode=sleeps(0.03))),
-        beside=lambda: Shards(*[1000] * 8),
-        modes=_SEEDED,
-    ),
-    Row(
-        *("streams=6, decode waits 10 ms", ("fetch",)),
-        *(lambda at: RemoteIterableDataset(at + "/", streams=6), _options(8, 2, decode=sleeps(0.01))),
-        beside=lambda: Shards(*[1000] * 24),
-        modes=_SEEDED,
-        auto=_WORKERS,
-        ladder=(1, 2, 3, 6, 12),
-    ),
-    Row(
-        *("2 shards for 4 workers", ("shards",)),
-        *(lambda at: RemoteIterableDataset(at + "/"), _options(8, 4, decode=sleeps(0.002))),
-        beside=lambda: Shards(20_000, 20_000),
-        modes=_TORCH,
-    ),
-    Row(
-        *("1 huge shard and 7 small ones", ("shards", "slow worker", "fetch")),
-        *(lambda at: RemoteIterableDataset(at + "/"), _options(8, 4, decode=sleeps(0.002))),
-        beside=lambda: Shards(*[8] * 7, 20_000),
-        modes=_TORCH,
-    ),
-    Row(
-        *("a stream of which one worker has a part", ("shards",)),
-        *(_planted(Unequal, waits=0.002, times={1: 0, 2: 0, 3: 0}), _options(4, 4)),
-        modes=_TORCH,
-    ),
-    Row(
-        "one slow worker", ("slow worker",), _planted(Unequal, waits=0.002, times={1: 8}), _options(4, 3), modes=_TORCH
-    ),
-    Row(
-        *("states that take long to save", ("snapshots",)),
-        *(_planted(Remembering, size=20_000), _options(8, 2), sleeps(0.001)),
-        modes=_TORCH,
-    ),
-    # ------------------------------------------------------------------------------------------ samples that compute
-    Row("computing, 2 workers", _COMPUTING, _planted(computes=0.003), _options(8, 2), auto=_WORKERS),
-    Row("computing, no workers", ("compute",), _planted(computes=0.003), _options(8, 0), sleeps(0.02), modes=_TORCH),
-    Row(
-        *("waiting and computing, one worker", ("fetch", "compute")),
-        *(_planted(waits=0.002, computes=0.001), _options(8, 1), sleeps(0.01)),
-    ),
-    Row(
-        *("photos that compute 15 ms, 2 workers anew each epoch", ("startup", *_COMPUTING)),
-        *(_planted(computes=0.015, length=64), _options(8, 2)),
-        starts=True,
-    ),
-    Row(
-        *("a collate_fn that computes 20 ms", ("compute",)),
-        *(_planted(), _options(8, 1, collate_fn=slow_collate)),
-        modes=_TORCH,
-    ),
-    Row("8 workers that compute on all CPUs", ("cpus",), _planted(computes=0.002), _options(8, 8), modes=_TORCH),
-    Row(
-        *("a main process that computes in many threads", ("cpus",)),
-        *(_planted(computes=0.008), _options(8, 2), multiplies),
-        modes=_TORCH,
-    ),
-    Row(
-        *("neighbours that compute, no workers", _COMPUTING, _planted(computes=0.004), _options(8, 0)),
-        beside=Neighbours,
-        modes=_TORCH,
-    ),
-    Row(
-        *("neighbours that compute, one worker", _COMPUTING, _planted(computes=0.004), _options(8, 1)),
-        beside=Neighbours,
-        modes=_TORCH,
-    ),
-    Row(
-        *("a control group's quota", _COMPUTING, _planted(computes=0.004), _options(8, 1)),
-        beside=Throttled,
-        modes=_TORCH,
-    ),
-    Row(
-        *("files that are in the page cache", (*_COMPUTING, "overhead"), lambda at: Reading(at, cold=False)),
-        _options(8, 2),
-        beside=Blobs,
-        modes=_TORCH,
-    ),
-    # ------------------------------------------------------------------------------------------ the loader's own work
-    Row("tiny batches", ("overhead",), _planted(), _options(2, 2)),
-    Row("batches of one small tensor", ("overhead",), _planted(), _options(1, 2)),
-    Row(
-        *("short epochs, workers anew each time", ("startup",), _planted(waits=0.0002, length=128), _options(8, 2)),
-        starts=True,
-    ),
-    Row(
-        *("a ring that is too small", ("ring",), _planted(nbytes=4 << 20), _options(2, 1, ring_bytes=4 << 20)),
-        modes=_TORCH,
-    ),
-    Row(
-        *("oversize batches now and then", ("consumer", "fetch", "compute", "ring", "overhead")),
-        *(_planted(waits=0.001, nbytes=1 << 16), _options(8, 2, ring_bytes=1 << 20)),
-        modes=_TORCH,
-    ),
-    Row(
-        *("workers near their memory limit", ("memory",), _planted(Leaking, waits=0.001)),
-        _options(4, 2, worker_memory_limit=64 << 20, max_worker_restarts=1_000_000),
-        modes=_SEEDED,
-    ),
-    # ------------------------------------------------------------------------------------------ the main process
-    Row("a slow consumer", ("consumer",), _planted(waits=0.0005), _options(8, 2), sleeps(0.02), auto=_WORKERS),
-    Row("a training step of 4 ms", ("consumer",), _planted(waits=0.0002), _options(8, 2), sleeps(0.004), auto=_WORKERS),
-    Row("batches copied to a device", ("consumer",), _planted(nbytes=1 << 18), _options(8, 2), transfers, modes=_TORCH),
-    Row(
-        *("a consumer that pauses", ("consumer", "fetch"), _planted(waits=0.0025), _options(8, 4), Pauses()),
-        modes=_SEEDED,
-        auto=("prefetch_factor",),
-    ),
-    Row(
-        *("a sampler that is slow", ("sampler",), _planted(waits=0.0005)),
-        _options(8, 2, sampler=SlowSampler(800_000, 0.002)),
-        modes=_SEEDED,
-        auto=_WORKERS,
-    ),
-    Row("a trainer that holds the GIL", ("consumer process",), _planted(waits=0.0002), _options(8, 2), beside=Holding),
-)
+    # Samples that wait.
+    Row("slow storage", "fetch", _planted(waits=0.004), 8, 2, modes=_BOTH, auto=("num_workers", "prefetch_factor")),
+    Row("slow storage, no workers", "fetch", _planted(waits=0.004), 8, 0),
+    Row("1 sample of 256 takes 0.1 s, others 2 ms", "fetch", _planted(waits=0.002, slow=256, times=50.0), 8, 2,
+        modes=_BOTH, auto=_WORKERS),
+    Row("1 sample of 64 takes 30 ms, others 1.5 ms, 1 batch ahead", "fetch",
+        _planted(waits=0.0015, slow=64, times=20.0), 4, 4, options={"prefetch_factor": 1}, modes=_BOTH),
+    Row("one lock that all workers wait for", "fetch", _planted(Locked, waits=0.004), 8, 2, modes=_BOTH,
+        auto=_WORKERS),
+    Row("one lock, one worker", "fetch", _planted(Locked, waits=0.004), 8, 1, modes=_BOTH),
+    Row("an async dataset with 16 samples in flight", "fetch", _planted(AsyncPlanted, waits=0.02), 16, 1,
+        options={"concurrency": 16}),
+    Row("a store that waits, awaited", "fetch", _planted(AsyncPlanted, waits=0.1), 8, 0, modes=_SEEDED,
+        auto=_CONCURRENCY),
+    Row("a crowded store", "fetch", _planted(Crowded, waits=0.05), 8, 0, modes=_SEEDED, auto=_CONCURRENCY),
+    Row("a crowded store, 2 workers", "fetch", _planted(Crowded, waits=0.05), 8, 2, modes=_SEEDED, auto=_CONCURRENCY),
+    Row("files that are not in the page cache", "fetch", lambda place: Reading(place, cold=True), 8, 2, beside=Blobs),
+    Row("a store that limits each connection", "fetch", _shards("{00..47}.jsonl"), 64, 1, beside=Limited),
+    Row("a store that fails now and then", "store", _shards("{00..23}.jsonl"), 16, 2, beside=Failing),
+    # Streams.
+    Row("streams=2, decode waits 30 ms", "fetch", _shards(streams=2), 8, 2, options={"decode": sleeps(0.03)},
+        beside=lambda: Shards(*[1000] * 8), modes=_SEEDED),
+    Row("streams=6, decode waits 10 ms", "fetch", _shards(streams=6), 8, 2, options={"decode": sleeps(0.01)},
+        beside=lambda: Shards(*[1000] * 24), modes=_SEEDED, auto=_WORKERS, ladder=(1, 3, 6, 12)),
+    Row("2 shards for 4 workers", "shards", _shards(), 8, 4, options={"decode": sleeps(0.002)},
+        beside=lambda: Shards(20_000, 20_000)),
+    Row("1 huge shard and 7 small ones", "shards or slow worker or fetch", _shards(), 8, 4,
+        options={"decode": sleeps(0.002)}, beside=lambda: Shards(*[8] * 7, 20_000)),
+    Row("a stream of which one worker has a part", "shards", _planted(Unequal, waits=0.002, times={1: 0, 2: 0, 3: 0}),
+        4, 4),
+    Row("one slow worker", "slow worker", _planted(Unequal, waits=0.002, times={1: 8}), 4, 3),
+    Row("states that take long to save", "snapshots", _planted(Remembering, size=20_000), 8, 2, sleeps(0.001)),
+    # Samples that compute.
+    Row("computing, 2 workers", "compute or cpus", _planted(computes=0.003), 8, 2, modes=_BOTH, auto=_WORKERS),
+    Row("computing, no workers", "compute", _planted(computes=0.003), 8, 0, sleeps(0.02)),
+    Row("waiting and computing, one worker", "fetch or compute", _planted(waits=0.002, computes=0.001), 8, 1,
+        sleeps(0.01), modes=_BOTH),
+    Row("photos that compute 15 ms, 2 workers anew each epoch", "startup or compute or cpus",
+        _planted(computes=0.015, length=64), 8, 2, modes=_BOTH, starts=True),
+    Row("a collate_fn that computes 20 ms", "compute", _planted(), 8, 1, options={"collate_fn": slow_collate}),
+    Row("8 workers that compute on all CPUs", "cpus", _planted(computes=0.002), 8, 8),
+    Row("a main process that computes in many threads", "cpus", _planted(computes=0.008), 8, 2, multiplies),
+    Row("neighbours that compute, no workers", "compute or cpus", _planted(computes=0.004), 8, 0, beside=Neighbours),
+    Row("neighbours that compute, one worker", "compute or cpus", _planted(computes=0.004), 8, 1, beside=Neighbours),
+    Row("a control group's quota", "cpus", _planted(computes=0.004), 8, 1, beside=Throttled),
+    Row("files that are in the page cache", "compute or cpus or overhead", lambda place: Reading(place, cold=False),
+        8, 2, beside=Blobs),
+    # The loader's own work.
+    Row("tiny batches", "overhead", _planted(), 2, 2, modes=_BOTH),
+    Row("batches of one small tensor", "overhead", _planted(), 1, 2, modes=_BOTH),
+    Row("short epochs, workers anew each time", "startup", _planted(waits=0.0002, length=128), 8, 2, modes=_BOTH,
+        starts=True),
+    Row("a ring that is too small", "ring", _planted(nbytes=4 << 20), 2, 1, options=_SMALL_RING),
+    Row("1 batch of 10 does not fit into the ring", "fetch", _planted(Oversize, waits=0.001), 8, 2,
+        options=_SMALL_RING),
+    Row("workers near their memory limit", "memory", _planted(Leaking, waits=0.001), 4, 2, options=_SMALL_MEMORY,
+        modes=_SEEDED),
+    # The main process.
+    Row("a slow consumer", "consumer", _planted(waits=0.0005), 8, 2, sleeps(0.02), modes=_SEEDED, auto=_WORKERS),
+    Row("a training step of 4 ms", "consumer", _planted(waits=0.0002), 8, 2, sleeps(0.004), modes=_BOTH,
+        auto=_WORKERS),
+    Row("batches copied to a device", "consumer", _planted(nbytes=1 << 18), 8, 2, transfers),
+    Row("a consumer that pauses", "consumer or fetch", _planted(waits=0.0025), 8, 4, Pauses(), modes=_SEEDED,
+        auto=("prefetch_factor",)),
+    Row("a sampler that is slow", "sampler", _planted(waits=0.0005), 8, 2, options=_SLOW_SAMPLER, modes=_SEEDED,
+        auto=_WORKERS),
+    Row("a trainer that holds the GIL", "consumer process", _planted(waits=0.0002), 8, 2, beside=Holding,
+        modes=_BOTH),
+)  # fmt: skip
