@@ -7,16 +7,16 @@ import gzip
 import multiprocessing
 import os
 import random
-import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -191,165 +191,132 @@ class Oversize(Planted):
         return super().__getitem__(index)
 
 
-class Holding(AbstractContextManager[None]):
-    """A thread that holds the GIL most of the time, as a trainer's own Python code beside the loop does."""
+@contextmanager
+def holding() -> Iterator[None]:
+    """Have a thread hold the GIL most of the time, as a trainer's own Python code beside the loop does."""
+    numbers, over = list(range(300_000)), threading.Event()
 
-    def __init__(self) -> None:
-        self.over = False
-        self.thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        numbers = list(range(300_000))
-        while not self.over:
+    def run() -> None:
+        while not over.is_set():
             sum(numbers)  # one call into C, which does not release the GIL
 
-    def __enter__(self) -> None:
-        self.thread.start()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-    def __exit__(self, *_: object) -> None:
-        self.over = True
-        self.thread.join()
 
-
-class Neighbours(AbstractContextManager[None]):
-    """Other programs that compute all the time, one for each CPU."""
-
-    def __enter__(self) -> None:
-        self.running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
-
-    def __exit__(self, *_: object) -> None:
-        for each in self.running:
+@contextmanager
+def neighbours() -> Iterator[None]:
+    """Run other programs that compute all the time, one for each CPU."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
+    try:
+        yield
+    finally:
+        for each in running:
             each.kill()
             each.wait()
 
 
-class Throttled(AbstractContextManager[None]):
-    """A control group that allows six tenths of a CPU to this process and its children. Needs root."""
-
+@contextmanager
+def throttled() -> Iterator[None]:
+    """Allow six tenths of a CPU to this process and its children, by a control group. Needs root."""
     group, before = Path("/sys/fs/cgroup/cpu/asyncloader-verdicts"), Path("/sys/fs/cgroup/cpu")
-
-    def __enter__(self) -> None:
-        try:
-            self.group.mkdir()
-            (self.group / "cpu.cfs_quota_us").write_text("60000")
-            (self.group / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError as error:
-            raise CannotPlant(f"no control group can be made here: {error}") from error
-
-    def __exit__(self, *_: object) -> None:
-        for pid in (self.group / "cgroup.procs").read_text().split():
-            (self.before / "cgroup.procs").write_text(pid)
-        self.group.rmdir()
-
-
-class Store(AbstractContextManager[str]):
-    """An HTTP store in a thread of its own. Gives its URL."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.stack = AsyncExitStack()
-
-    async def _open(self) -> str:
-        store = await self.stack.enter_async_context(serving())
-        self.fill(store)
-        return store.url
-
-    @abstractmethod
-    def fill(self, store: HttpStore) -> None:
-        """Put the objects into the store, and set its faults."""
-
-    def __enter__(self) -> str:
-        self.thread.start()
-        return asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_quota_us").write_text("60000")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        raise CannotPlant(f"no control group can be made: {error}") from error
+    try:
+        yield
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (before / "cgroup.procs").write_text(pid)
+        group.rmdir()
 
 
-class Failing(Store):
-    """A store of 24 objects that refuses one to three requests before each that it answers."""
+@contextmanager
+def storing(fill: Callable[[HttpStore], None]) -> Iterator[str]:
+    """Run an HTTP store in a thread of its own. Gives its URL."""
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        store = asyncio.run_coroutine_threadsafe(stack.enter_async_context(serving()), loop).result()
+        fill(store)
+        yield store.url
+    finally:
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
-    def fill(self, store: HttpStore) -> None:
-        draw = random.Random(21)
 
-        async def answers(_: HttpStore, __: web.Request) -> None:
+def failing(store: HttpStore) -> None:
+    """Put 24 objects there, and refuse one to three requests before each that is answered."""
+    draw = random.Random(21)
+
+    async def answers(_: HttpStore, __: web.Request) -> None:
+        return None
+
+    for number in range(24):
+        store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
+        for _ in range(1000):
+            store.faults[f"{number:02d}.jsonl"].extend([*[status(503)] * draw.randint(1, 3), answers])
+
+
+def limited(store: HttpStore) -> None:
+    """Put 48 objects of 1 MiB there, and let each connection carry 2 MB/s, after 100 ms."""
+
+    async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse | None:
+        if request.method == "HEAD":
             return None
+        whole = store.answer(request, request.path[1:])
+        data = bytes(whole.body)  # type: ignore[arg-type]
+        response = web.StreamResponse(status=whole.status, headers=whole.headers)
+        await asyncio.sleep(0.1)
+        with suppress(ConnectionError):  # the reader has left
+            await response.prepare(request)
+            for at in range(0, len(data), 1 << 15):
+                await asyncio.sleep((1 << 15) / 2e6)
+                await response.write(data[at : at + (1 << 15)])
+            await response.write_eof()
+        return response
 
-        for number in range(24):
-            store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
-            for _ in range(1000):
-                store.faults[f"{number:02d}.jsonl"].extend([*[status(503)] * draw.randint(1, 3), answers])
-
-
-class Limited(Store):
-    """A store whose connections carry 2 MB/s, after 100 ms. It has 48 objects of 256 KiB."""
-
-    def fill(self, store: HttpStore) -> None:
-        async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse | None:
-            if request.method == "HEAD":
-                return None
-            whole = store.answer(request, request.path[1:])
-            data = bytes(whole.body)  # type: ignore[arg-type]
-            response = web.StreamResponse(status=whole.status, headers=whole.headers)
-            await asyncio.sleep(0.1)
-            with suppress(ConnectionError):  # the reader has left
-                await response.prepare(request)
-                for at in range(0, len(data), 1 << 15):
-                    await asyncio.sleep((1 << 15) / 2e6)
-                    await response.write(data[at : at + (1 << 15)])
-                await response.write_eof()
-            return response
-
-        for number in range(48):
-            store.put(f"{number:02d}.jsonl", b'{"n": "%s"}\n' % (b"x" * 1014) * 256)
-            store.faults[f"{number:02d}.jsonl"].extend([slow] * 1000)
+    for number in range(48):
+        store.put(f"{number:02d}.jsonl", b'{"n": "%s"}\n' % (b"x" * 1014) * 1024)
+        store.faults[f"{number:02d}.jsonl"].extend([slow] * 1000)
 
 
-class Folder(AbstractContextManager[str]):
-    """A folder of local files, removed at the end. Gives its path."""
-
-    def __enter__(self) -> str:
-        self.folder = tempfile.mkdtemp(prefix="asyncloader-verdicts-")
-        self.fill(Path(self.folder))
-        return self.folder
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self.folder)
-
-    @abstractmethod
-    def fill(self, folder: Path) -> None:
-        """Write the files."""
+@contextmanager
+def shards(*samples: int) -> Iterator[str]:
+    """Write gzipped JSON lines, which cannot be cut: a shard for each number of samples. Gives their folder."""
+    with TemporaryDirectory(prefix="asyncloader-verdicts-") as folder:
+        for number, count in enumerate(samples):
+            (Path(folder) / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(b'{"n": 1}\n' * count, 1))
+        yield folder
 
 
-class Shards(Folder):
-    """Gzipped JSON lines, which cannot be cut: a shard for each number of samples."""
-
-    def __init__(self, *samples: int) -> None:
-        self.samples = samples
-
-    def fill(self, folder: Path) -> None:
-        for number, samples in enumerate(self.samples):
-            (folder / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(b'{"n": 1}\n' * samples, 1))
+FILES = 128
 
 
-class Blobs(Folder):
-    """Files of 1 MiB on the disk, in the page cache or not."""
-
-    NUMBER, SIZE = 128, 1 << 20
-
-    def fill(self, folder: Path) -> None:
-        for number in range(self.NUMBER):
-            with (folder / str(number)).open("wb") as file:
-                file.write(os.urandom(self.SIZE))
+@contextmanager
+def files() -> Iterator[str]:
+    """Write `FILES` files of 1 MiB. Gives their folder."""
+    with TemporaryDirectory(prefix="asyncloader-verdicts-") as folder:
+        for number in range(FILES):
+            with (Path(folder) / str(number)).open("wb") as file:
+                file.write(os.urandom(1 << 20))
                 os.fsync(file.fileno())  # only clean pages leave the cache
+        yield folder
 
 
 class Reading(Dataset[Any]):
-    """Reads the files of `Blobs`.
+    """Reads the files of `files`.
 
     Args:
         folder: theirs.
@@ -360,24 +327,24 @@ class Reading(Dataset[Any]):
     """
 
     def __init__(self, folder: str, *, cold: bool) -> None:
-        self.folder, self.cold = folder, cold
-        if cold:
-            seconds = []
-            for self.cold in (False, True):
-                begin = time.perf_counter()
-                for index in range(32):
-                    self[index]
-                seconds.append(time.perf_counter() - begin)
-            if seconds[1] < 2 * seconds[0]:
-                raise CannotPlant(
-                    f"32 files took {seconds[1]:.3f} s without the page cache and {seconds[0]:.3f} s with it"
-                )
+        self.folder, self.cold = folder, False
+        warm_s = self._seconds()
+        self.cold = cold
+        if cold and (cold_s := self._seconds()) < 2 * warm_s:
+            raise CannotPlant(f"a file takes {cold_s:.2g} s without the page cache, and {warm_s:.2g} s with it")
+
+    def _seconds(self) -> float:
+        ends = [time.perf_counter()]
+        for index in range(FILES):
+            self[index]
+            ends.append(time.perf_counter())
+        return statistics.median(end - begin for begin, end in pairwise(ends))
 
     def __len__(self) -> int:
         return 800_000
 
     def __getitem__(self, index: int) -> Any:
-        with (Path(self.folder) / str(index % Blobs.NUMBER)).open("rb", buffering=0) as file:
+        with (Path(self.folder) / str(index % FILES)).open("rb", buffering=0) as file:
             if self.cold:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             return torch.zeros(64, dtype=torch.uint8) + file.read()[index % 1024]
