@@ -217,7 +217,7 @@ def advise(row: Row, mode: str, times: Times) -> Advised:
 
 def fact(text: str) -> str:
     """The verdict's sentences about what happened, without the share of waiting and without advice."""
-    return re.split(r" (?:Worth trying|auto has|Try|Set)\b", re.sub(r"^Input-bound: [^.]*\. ", "", text))[0]
+    return re.split(r" (?:Worth trying|auto has)\b", re.sub(r"^Input-bound: [^.]*\. ", "", text))[0]
 
 
 def choose(row: Row, mode: str, setting: str, times: Times) -> Chosen:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -192,7 +192,7 @@ class Oversize(Planted):
 
 
 @contextmanager
-def holding() -> Iterator[None]:
+def holding() -> Generator[None]:
     """Have a thread hold the GIL most of the time, as a trainer's own Python code beside the loop does."""
     numbers, over = list(range(300_000)), threading.Event()
 
@@ -210,7 +210,7 @@ def holding() -> Iterator[None]:
 
 
 @contextmanager
-def neighbours() -> Iterator[None]:
+def neighbours() -> Generator[None]:
     """Run other programs that compute all the time, one for each CPU."""
     running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
     try:
@@ -222,7 +222,7 @@ def neighbours() -> Iterator[None]:
 
 
 @contextmanager
-def throttled() -> Iterator[None]:
+def throttled() -> Generator[None]:
     """Allow six tenths of a CPU to this process and its children, by a control group. Needs root."""
     group, before = Path("/sys/fs/cgroup/cpu/asyncloader-verdicts"), Path("/sys/fs/cgroup/cpu")
     try:
@@ -240,7 +240,7 @@ def throttled() -> Iterator[None]:
 
 
 @contextmanager
-def storing(fill: Callable[[HttpStore], None]) -> Iterator[str]:
+def storing(fill: Callable[[HttpStore], None]) -> Generator[str]:
     """Run an HTTP store in a thread of its own. Gives its URL."""
     loop, stack = asyncio.new_event_loop(), AsyncExitStack()
     thread = threading.Thread(target=loop.run_forever)
@@ -293,7 +293,7 @@ def limited(store: HttpStore) -> None:
 
 
 @contextmanager
-def shards(*samples: int) -> Iterator[str]:
+def shards(*samples: int) -> Generator[str]:
     """Write gzipped JSON lines, which cannot be cut: a shard for each number of samples. Gives their folder."""
     with TemporaryDirectory(prefix="asyncloader-verdicts-") as folder:
         for number, count in enumerate(samples):
@@ -305,7 +305,7 @@ FILES = 128
 
 
 @contextmanager
-def files() -> Iterator[str]:
+def files() -> Generator[str]:
     """Write `FILES` files of 1 MiB. Gives their folder."""
     with TemporaryDirectory(prefix="asyncloader-verdicts-") as folder:
         for number in range(FILES):
