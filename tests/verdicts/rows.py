@@ -134,7 +134,7 @@ ROWS = (
         sleeps(0.01), modes=_BOTH),
     Row("photos that compute 15 ms, 2 workers anew each epoch", "startup or compute or cpus",
         _planted(computes=0.015, length=64), 8, 2, modes=_BOTH, starts=True),
-    Row("a collate_fn that computes 20 ms", "compute", _planted(), 8, 1, options={"collate_fn": slow_collate}),
+    Row("a collate_fn that computes 20 ms", "compute or cpus", _planted(), 8, 1, options={"collate_fn": slow_collate}),
     Row("8 workers that compute on all CPUs", "cpus", _planted(computes=0.002), 8, 8),
     Row("a main process that computes in many threads", "cpus", _planted(computes=0.008), 8, 2, multiplies),
     Row("neighbours that compute, no workers", "compute or cpus", _planted(computes=0.004), 8, 0, beside=neighbours),
