@@ -19,6 +19,7 @@ SLOW: Row = BY_NAME["slow storage"]
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("name", ["2 shards for 4 workers", "workers near their memory limit"])
 def test_the_verdict_is_right(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Workers without a shard, and workers that are replaced again and again, are named as the bound."""
     caplog.set_level(logging.ERROR, "asyncloader")
     row = BY_NAME[name]
     with row.beside() as place:
