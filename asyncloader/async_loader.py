@@ -27,8 +27,7 @@ from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
-from asyncloader.options.auto_setting import SETTABLE, set_later
-from asyncloader.options.auto_value import AUTO
+from asyncloader.options.auto import SETTABLE, is_auto, set_later
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -476,7 +475,7 @@ class _LoaderPoolCache:
 
 
 def _check_auto(num_workers: Any, seed: int | None) -> None:
-    if seed is None and isinstance(num_workers, str) and num_workers == AUTO:
+    if seed is None and is_auto(num_workers):
         raise ValueError(
             'num_workers="auto" needs seed= in an AsyncDataLoader: without it a trial of some seconds before the '
             "first epoch finds the number, for which the event loop would have to wait. Give a seed, or a number"

@@ -24,7 +24,7 @@ from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.loader_trace import begin_trace, finish_trace
 from asyncloader.never_iterated import taken, warn_if_replaced
-from asyncloader.options.auto_setting import SETTABLE, set_later
+from asyncloader.options.auto import SETTABLE, set_later
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,

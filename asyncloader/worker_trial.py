@@ -19,16 +19,17 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
-from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.auto import AutoValue
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
 from asyncloader.plain_context import plain_context
+from asyncloader.telemetry.tuner import WorkerTuner
 
 _log = logging.getLogger("asyncloader")
 
-_SECONDS = 10.0
-"""From the trial's first batch on; the batch that comes then is its last."""
+_SECONDS, _READING_S = 3.0, 2.2
+"""For the whole trial, with the start and the end of its workers; and until the batch that is its last."""
 _SEED = 0  # of the trial's order
 
 
@@ -38,7 +39,7 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
     An error of the dataset ends the trial, with the number at its beginning: the epoch raises it at its place.
     """
     auto: Any = spec.num_workers
-    if not isinstance(auto, AutoWorkers) or auto.chosen or spec._asyncloader_options.seed is not None:
+    if not isinstance(auto, AutoValue) or auto.chosen or spec._asyncloader_options.seed is not None:
         return
     auto.chosen = True  # first: a trial that fails is not repeated
     began = perf_counter()
@@ -48,7 +49,12 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
                 # An empty epoch measures nothing; the first epoch with samples has the trial.
                 auto.chosen = False
                 return
-            trial = _try(spec)
+            _log.info(
+                'num_workers="auto" tries numbers of workers on random samples, %g s at most, before the first epoch; '
+                "with seed= it tries them while the epoch runs",
+                _SECONDS,
+            )
+            trial = _try(spec, began + _READING_S)
         except Exception as error:
             auto.decisions.append(f"keeps {auto.number}: the trial failed with {type(error).__name__}: {error}")
             _log.warning('num_workers="auto" %s', auto.decisions[-1])
@@ -59,8 +65,8 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
     _log.info('num_workers="auto" %s', auto.decisions[-1])
 
 
-def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
-    """Read the dataset until the number has settled. Returns the trial's choice."""
+def _try(spec: LoaderSpec[Any], until: float) -> AutoValue:
+    """Read the dataset until the number has settled, or this time. Returns the trial's choice."""
     from asyncloader.loader import DataLoader
 
     ours, collate = spec._asyncloader_options, spec.collate_fn
@@ -88,16 +94,14 @@ def _try(spec: LoaderSpec[Any]) -> AutoWorkers:
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
         )
     loader._asyncloader_state.statistics.untold = False  # the verdict on a trial is nobody's question
-    auto: AutoWorkers = vars(loader)["num_workers"]
-    ends = None
+    auto: AutoValue = vars(loader)["num_workers"]
+    auto.tuner = tuner = WorkerTuner(auto.number, quick=True)
     with loader:
         for _ in loader:
-            now = perf_counter()
-            ends = ends or now + _SECONDS
-            if now >= ends or (auto.tuner.settled and not auto.tuner.tries):
+            if perf_counter() >= until or (tuner.settled and not tuner.tries):
                 break
-    # A number that was still being tried is not decided.
-    auto.tuner.failed("the trial's time was over", auto.number)
+    if (last := tuner.finish()) is not None:
+        auto.decisions.append(f"goes to {last.value} workers: {last.reason}")
     return auto
 
 

@@ -164,7 +164,6 @@ def replaced(wheel: Path, extras: Iterable[str]) -> set[str]:
     return {each["metadata"]["name"].lower() for each in json.loads(done.stdout)["install"]}
 
 
-@pytest.mark.thorough
 def test_no_extra_replaces_the_installed_torch(wheel: Path) -> None:
     """Without the pins of constraints.txt, pip finds all extras' packages beside the torch that is there."""
     extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from math import exp, log, sqrt
 from typing import Literal, NamedTuple
 
-from asyncloader.telemetry.trials import WORTH, t95
+from asyncloader.telemetry.tuner import WORTH, t95
 
 LEAST_ROUNDS = 3
 

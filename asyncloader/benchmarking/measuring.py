@@ -17,8 +17,7 @@ import torch
 from asyncloader.benchmarking.arrival_times import ArrivalTimes
 from asyncloader.epoch.run_reading import run_of
 from asyncloader.loader import DataLoader
-from asyncloader.options.auto_value import number_of
-from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.auto import AutoValue, number_of
 from asyncloader.options.clone import constructor_arguments, made_from
 from asyncloader.options.declaration import OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
@@ -36,7 +35,7 @@ def look(make: Callable[[], Any]) -> dict[str, Any]:
     """Describe the user's loader in plain values."""
     loader = make_loader(make, 0)
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
-    auto = isinstance(vars(loader)["num_workers"], AutoWorkers)
+    auto = isinstance(vars(loader)["num_workers"], AutoValue)
     found = facts(loader)
     by_sync = isinstance(loader, LoaderSpec) and not isinstance(loader, DataLoader)
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)

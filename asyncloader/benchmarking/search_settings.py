@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Self
 
-from asyncloader.telemetry.trials import WORTH
+from asyncloader.telemetry.tuner import WORTH
 
 _DEFAULT_PREFETCH = 2
 _PREFETCHES = (4, 8)

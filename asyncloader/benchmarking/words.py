@@ -13,7 +13,7 @@ from asyncloader.benchmarking.comparison import RateRatio, is_no_slower
 from asyncloader.benchmarking.outcome import Compared, Outcome
 from asyncloader.benchmarking.search_settings import needs_thread_safety
 from asyncloader.commands.findings import Finding
-from asyncloader.telemetry.trials import WORTH
+from asyncloader.telemetry.tuner import WORTH
 
 _NOISY = 0.2  # the noise from which a machine is called busy
 _COLD = 0.67  # the share of the later runs' rate below which the first run is mentioned

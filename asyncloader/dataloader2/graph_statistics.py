@@ -255,7 +255,6 @@ class GraphStatistics(Statistics):
             forks=forks,
             iterable=True,
             keeps_states=True,
-            busy_s=sums.get("busy_s", sums["wait_s"]),
         )
 
 

@@ -196,22 +196,21 @@ class Consumer(SamplerReading):
         if not config.tunes and config.auto_concurrency is None and config.auto_prefetch is None:
             return None, None
         # Late: few loaders choose their settings.
-        from asyncloader.epoch.tuned_settings import Concurrency, Prefetch
-        from asyncloader.epoch.tuning import EpochTuning, TunedSetting
+        from asyncloader.epoch.tuning import Concurrency, EpochTuning, Prefetch, TunedSetting
         from asyncloader.epoch.worker_count import WorkerCount
 
         settings: list[TunedSetting] = []
         count = None
         if config.tunes and config.auto is not None:
-            count = WorkerCount(config.auto)
+            count = WorkerCount(config.auto, config)
             settings.append(count)
         if config.auto_concurrency is not None:
             settings.append(Concurrency(config.auto_concurrency, pool.limit))
         if config.auto_prefetch is not None:
             settings.append(Prefetch(config.auto_prefetch, pool, self._statistics))
             pool.ahead = config.auto_prefetch.number  # before the first tasks, also where another iterator changes it
-        workers = None if count is None else lambda: count.value
-        return count, EpochTuning(settings, config, self._statistics, workers)
+        number = config.num_workers
+        return count, EpochTuning(settings, self._statistics, lambda: number if count is None else count.value)
 
     async def end_stage(self) -> None:
         """Let the stage finish its current batch and end, without blocking the loop. It ends even if this is

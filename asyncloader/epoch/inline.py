@@ -143,10 +143,9 @@ class InlineEpoch:
         if auto is None:
             return None
         # Late: few loaders choose their settings.
-        from asyncloader.epoch.tuned_settings import Concurrency
-        from asyncloader.epoch.tuning import EpochTuning
+        from asyncloader.epoch.tuning import Concurrency, EpochTuning
 
-        tuning = EpochTuning([Concurrency(auto, self.reader.limit)], self._config, self.statistics)
+        tuning = EpochTuning([Concurrency(auto, self.reader.limit)], self.statistics, lambda: 1)
         tuning.start()
         return tuning
 

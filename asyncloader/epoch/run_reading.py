@@ -38,8 +38,8 @@ def tell_verdict(known: weakref.ref[EpochConfig], statistics: Statistics) -> Non
         )
 
 
-def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = None) -> Run:
-    """Return the figures of a loader's run so far. `workers`: the number now. Default: that of the options."""
+def run_of(config: EpochConfig, statistics: Statistics) -> Run:
+    """Return the figures of a loader's run so far."""
     blocks, in_threads = statistics.blocks(), start_method(config) == THREADS
     # The process's CPU time has that of its worker threads.
     of_workers = sum(total(block, "cpu_s") for worker, block in blocks.items() if worker >= 0) if in_threads else 0.0
@@ -63,7 +63,7 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         cpus=usable_cpus(),
         cpu_limit=cpu_limit(),
         others_cpu=statistics.others_cpu(),
-        workers=config.num_workers if workers is None else workers,
+        workers=config.num_workers,
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",
         in_threads=in_threads,
@@ -80,5 +80,4 @@ def run_of(config: EpochConfig, statistics: Statistics, workers: int | None = No
         memory_limit=config.worker_memory_limit,
         snapshot_every=config.snapshot_every or 1,
         keeps_states=not config.iterable and config.stateful,
-        busy_s=statistics.busy_s,
     )

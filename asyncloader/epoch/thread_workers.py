@@ -16,7 +16,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options, makes_threads
+from asyncloader.options.auto import makes_threads
+from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_streams import count_streams
 

@@ -3,39 +3,30 @@
 Data path: beside the pipeline, in its loop's thread; without workers in the consumer's.
 
 Time is looked at when a batch is delivered, so nothing ticks while the consumer rests. A window is closed once it is
-long enough, judged by `diagnose`, and passed to the tuner of one setting, which may change that: `telemetry/trials.py`
-has the rules. The settings take turns: it is the next one's once nothing is left to be tried of this one. So no trial
-measures the change of another setting.
+long enough, and passed to the tuner of one setting, which may change that: `telemetry/tuner.py` has the rules. The
+settings take turns: it is the next one's once nothing is left to be tried of this one. So no trial measures the change
+of another setting. None of them changes what is in a batch, or its place: the scheduler decides on the order, and
+samples of a batch start in theirs.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from asyncloader.epoch.run_reading import run_of
-from asyncloader.options.auto_value import AutoValue
-from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.diagnosis import Diagnosis, diagnose
-from asyncloader.telemetry.run_figures import Run
+from asyncloader.options.auto import AutoValue
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.telemetry.trials import Decision, Measured, Tuner
+from asyncloader.telemetry.tuner import CONCURRENCY, LEAST_PREFETCH, MOST_PREFETCH, Decision, Measured
+from asyncloader.workers.memory.segment import memory_limit
+from asyncloader.workers.pool import WorkerPool
 
 _log = logging.getLogger("asyncloader")
 
 _LOOK_S = 0.02  # between two looks at whether a setting has taken effect, or at whether a window has enough batches
 _REST_S = 2.0  # between two looks at whether another iterator still changes the settings
-
-
-class Room(NamedTuple):
-    """What a setting may become: the value that the diagnosis proposes (None: none), the largest, and its reason."""
-
-    proposed: int | None
-    most: int
-    limit: str
+_RESERVE = 0.1  # the share of the memory that is left that no further batch is made into
 
 
 class TunedSetting:
@@ -45,8 +36,8 @@ class TunedSetting:
         auto: the loader's choice, which outlives the epoch.
     """
 
-    name: str
-    """The option."""
+    units: tuple[str, str]
+    """Its unit for 1, and for other values, in the log."""
 
     def __init__(self, auto: AutoValue) -> None:
         self.auto = auto
@@ -65,8 +56,12 @@ class TunedSetting:
         del now
         return False
 
-    def room(self, verdict: Diagnosis, run: Run, config: EpochConfig) -> Room:
-        """What the setting may become now."""
+    def room(self, waits: bool) -> tuple[int, str]:
+        """The largest value that the setting may have now, and its reason.
+
+        Args:
+            waits: whether the consumer waited in the last window, so that a larger value may be tried.
+        """
         raise NotImplementedError
 
     def carry_out(self, before: int, decision: Decision) -> None:
@@ -78,10 +73,6 @@ class TunedSetting:
         """Put a value into effect."""
         raise NotImplementedError
 
-    def words(self, value: int) -> str:
-        """A value in words."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """The epoch has ended."""
 
@@ -89,12 +80,79 @@ class TunedSetting:
         """Log a decision."""
         verb = "tries" if not decision.kept else "keeps" if decision.value == before else "goes to"
         instead = "" if before == decision.value else f" instead of {before}"
-        self.note(f"{verb} {self.words(decision.value)}{instead}: {decision.reason}")
+        self.note(f"{verb} {decision.value} {self.units[decision.value != 1]}{instead}: {decision.reason}")
 
     def note(self, words: str) -> None:
         """Keep and log a line about the setting."""
         self.auto.decisions.append(words)
-        _log.info('%s="auto" %s', self.name, words)
+        _log.info('%s="auto" %s', self.auto.option, words)
+
+
+class Concurrency(TunedSetting):
+    """The number of samples of an asynchronous map dataset that each copy awaits at a time.
+
+    Args:
+        auto: the loader's choice.
+        limit: puts a number into effect, at the workers or this process's reader.
+    """
+
+    units = "sample in flight", "samples in flight"
+
+    def __init__(self, auto: AutoValue, limit: Callable[[int], None]) -> None:
+        super().__init__(auto)
+        self._limit = limit
+
+    def room(self, waits: bool) -> tuple[int, str]:
+        """Up to the default."""
+        del waits
+        return CONCURRENCY, "the process's connections"
+
+    def apply(self, value: int) -> None:
+        """Tell the workers, or this process's reader."""
+        self._limit(value)
+
+
+class Prefetch(TunedSetting):
+    """The number of batches that each worker may have ahead.
+
+    Args:
+        auto: the loader's choice.
+        pool: the workers.
+        statistics: the loader's counters, which know how large batches are.
+    """
+
+    units = "batch ahead", "batches ahead"
+
+    def __init__(self, auto: AutoValue, pool: WorkerPool, statistics: Statistics) -> None:
+        super().__init__(auto)
+        self._pool, self._statistics = pool, statistics
+
+    def room(self, waits: bool) -> tuple[int, str]:
+        """Within the memory of the rings, and of the machine or control group."""
+        most, limit = MOST_PREFETCH, "the indices taken ahead"
+        if (rings := self._pool.ring_credits) < most:
+            most, limit = rings, "rings of their size"
+        figures = self._statistics
+        nbytes = len(self._pool.processes) * (figures.bytes + figures.pickled) // max(1, figures.batches)
+        # Only where more may be tried: it reads some files.
+        if nbytes and waits and (room := memory_limit()[0]) is not None:
+            fits = max(LEAST_PREFETCH, self.value + int(room * (1 - _RESERVE)) // nbytes)
+            if fits < most:
+                most, limit = fits, f"{room >> 20:,} MiB of free memory"
+        return most, limit
+
+    def apply(self, value: int) -> None:
+        """Tell the pool, which the scheduler asks."""
+        self._pool.ahead = value
+
+
+class _Figures(NamedTuple):
+    """The loader's counts at the beginning of a window."""
+
+    batches: int
+    elapsed_s: float
+    wait_s: float
+    busy_s: float
 
 
 class EpochTuning:
@@ -102,35 +160,22 @@ class EpochTuning:
 
     Args:
         settings: at least one.
-        config: the epoch's options.
         statistics: the loader's counters.
-        workers: returns the number of workers now; None: it is that of the options.
+        workers: returns the number of workers now, at least 1.
     """
 
-    def __init__(
-        self,
-        settings: Sequence[TunedSetting],
-        config: EpochConfig,
-        statistics: Statistics,
-        workers: Callable[[], int] | None = None,
-    ) -> None:
-        self._settings = settings
-        # Weak: the loop refers to this, and must not keep the iterator, which the user's dataset and functions may
-        # refer to.
-        self._config = weakref.ref(config)
-        self._statistics = statistics
-        self._workers = workers
+    def __init__(self, settings: Sequence[TunedSetting], statistics: Statistics, workers: Callable[[], int]) -> None:
+        self._settings, self._statistics, self._workers = settings, statistics, workers
         tuners = [setting.auto.tuner for setting in settings]
         # An unfinished trial goes on; else short epochs must not always begin with the same setting.
         self._turn = min(range(len(tuners)), key=lambda each: (not tuners[each].tries, tuners[each].seen))
         self._due = 0.0
         self._drives = self._waits = False
-        self._begun: Run | None = None  # the figures at the beginning of the window
-        self._in_first = True  # no batch was delivered yet
+        self._begun: _Figures | None = None  # None: no batch was delivered yet
 
     def start(self) -> None:
         """Begin with the epoch."""
-        self._tuner.interrupted()
+        self._settings[self._turn].auto.tuner.interrupted()
         self._drives = self._drive()
         if self._drives:
             for setting in self._settings:
@@ -139,26 +184,23 @@ class EpochTuning:
     def delivered(self) -> None:
         """A batch was delivered: see whether a window has ended."""
         now = perf_counter()
-        if now < self._due and not self._in_first:
-            return
-        config = self._config()
-        if config is None:
-            return  # the iterator was freed
-        if self._in_first:
+        if self._begun is None:
             # From here: the time to the first batch is that of starting workers.
-            self._in_first = False
-            self._begin_window(self._run(config))
+            self._begin_window()
+            return
+        if now < self._due:
             return
         if not self._drive():
             self._due = now + _REST_S
             return
+        tuner = self._settings[self._turn].auto.tuner
         if not self._drives:
             # The iterator that changed the settings has ended.
             self._drives = True
             for setting in self._settings:
                 setting.resume()
-            self._tuner.interrupted()
-            self._begin_window(self._run(config))
+            tuner.interrupted()
+            self._begin_window()
             return
         pending = [setting.pending(now) for setting in self._settings]
         if any(pending):
@@ -166,16 +208,14 @@ class EpochTuning:
             return
         if self._waits:
             self._waits = False
-            self._tuner.interrupted()
-            self._begin_window(self._run(config))
+            tuner.interrupted()
+            self._begin_window()
             return
-        assert self._begun is not None
-        if self._statistics.batches - self._begun.batches < self._tuner.window[1]:
+        if self._statistics.batches - self._begun.batches < tuner.window[1]:
             self._due = now + _LOOK_S
             return
-        run = self._run(config)
-        self._observe(run.since(self._begun), config)
-        self._begin_window(run)
+        self._observe(self._begun)
+        self._begin_window()
 
     def close(self) -> None:
         """The epoch has ended: let another iterator change the settings."""
@@ -183,40 +223,28 @@ class EpochTuning:
             setting.auto.release(self)
             setting.close()
 
-    @property
-    def _tuner(self) -> Tuner:
-        tuner: Tuner = self._settings[self._turn].auto.tuner
-        return tuner
-
     def _drive(self) -> bool:
         return all(setting.auto.drive(self) for setting in self._settings)
 
-    def _run(self, config: EpochConfig) -> Run:
-        return run_of(config, self._statistics, None if self._workers is None else self._workers())
+    def _figures(self) -> _Figures:
+        known = self._statistics
+        return _Figures(known.batches, known.elapsed_s, known.wait_s, known.busy_s)
 
-    def _begin_window(self, run: Run) -> None:
-        self._begun = run
-        self._due = perf_counter() + self._tuner.window[0]
+    def _begin_window(self) -> None:
+        self._begun = self._figures()
+        self._due = perf_counter() + self._settings[self._turn].auto.tuner.window[0]
 
-    def _observe(self, run: Run, config: EpochConfig) -> None:
-        setting, tuner = self._settings[self._turn], self._tuner
-        verdict = diagnose(run)
-        proposed, most, limit = setting.room(verdict, run, config)
-        seconds = max(run.elapsed_s, 1e-9)
-        window = Measured(
-            batches=run.batches,
-            seconds=seconds,
-            waited=min(1.0, run.wait_s / seconds),
-            bound=verdict.bound,
-            proposed=proposed,
-            busy=run.busy_s / (seconds * max(1, run.workers)),
-            most=most,
-            limit=limit,
-        )
+    def _observe(self, begun: _Figures) -> None:
+        setting = self._settings[self._turn]
+        tuner = setting.auto.tuner
+        batches, seconds, wait_s, busy_s = (one - other for one, other in zip(self._figures(), begun, strict=True))
+        seconds = max(seconds, 1e-9)
+        waited, busy = min(1.0, wait_s / seconds), busy_s / (seconds * self._workers())
         before = setting.value
+        window = Measured(int(batches), seconds, waited, busy, *setting.room(wait_s > 0))
         decision = tuner.observe(window)
         if decision is not None:
             setting.carry_out(before, decision)
         elif tuner.settled and not tuner.tries and len(self._settings) > 1:
             self._turn = (self._turn + 1) % len(self._settings)
-            self._tuner.begin()
+            self._settings[self._turn].auto.tuner.begin()

@@ -1,6 +1,6 @@
 """Changes the number of an epoch's workers while it runs, as the tuner decides: for ``num_workers="auto"``.
 
-Data path: beside the pipeline, in its loop's thread. `tuning.py` measures, `worker_tuning.py` has the rules.
+Data path: beside the pipeline, in its loop's thread. `tuning.py` measures, `telemetry/tuner.py` has the rules.
 
 Workers that a trial leaves out are *excused*: they get no tasks, and live on until it is decided, so that a trial costs
 no start. A decision ends them, the last one first, once they have answered their tasks.
@@ -19,14 +19,11 @@ from asyncloader.cpus import usable_cpus
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.epoch.tuning import Room, TunedSetting
+from asyncloader.epoch.tuning import TunedSetting
 from asyncloader.events import Event, Excused, Joined, Resized
-from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.auto import AutoValue
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.diagnosis import Diagnosis
-from asyncloader.telemetry.run_figures import Run
-from asyncloader.telemetry.trials import Decision
-from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS, most_in_memory
+from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, Decision, WorkerTuner, most_in_memory
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.growing_pool import GrowingPool
 from asyncloader.workers.memory.segment import memory_limit
@@ -46,13 +43,16 @@ class WorkerCount(TunedSetting):
 
     Args:
         auto: the loader's choice, which outlives the epoch.
+        config: the epoch's options.
     """
 
-    name = "num_workers"
-    auto: AutoWorkers
+    units = "worker", "workers"
 
-    def __init__(self, auto: AutoWorkers) -> None:
+    def __init__(self, auto: AutoValue, config: EpochConfig) -> None:
         super().__init__(auto)
+        # Not the options themselves: the loop refers to this, and must not keep the user's dataset and functions.
+        self._overlaps, self._local = config.concurrent and not config.planned, config.workers is None
+        self._most_workers = config.most_workers
         self._early: dict[int, WorkerHandle] = {}  # workers that were made before those with lower numbers
         self._requested = 0  # workers that exist, or were requested
         self._at_work = 0  # workers that get tasks
@@ -148,11 +148,30 @@ class WorkerCount(TunedSetting):
         self._starting_until = None
         return False
 
-    def room(self, verdict: Diagnosis, run: Run, config: EpochConfig) -> Room:
-        """What the diagnosis proposes, within CPUs and memory."""
-        del run
-        proposed = verdict.change.get("num_workers")
-        return Room(proposed, *self._most(proposed or 0, config))
+    def room(self, waits: bool) -> tuple[int, str]:
+        """Within CPUs, open files and memory."""
+        cpus = usable_cpus()
+        # Samples that are awaited, or read by threads, need no more workers than CPUs: `concurrency` overlaps them.
+        # Those of a stream come one after the other.
+        most = cpus if self._overlaps else max(cpus, MOST_WAITING_WORKERS)
+        limit = f"the {cpus} CPUs" if most == cpus else "reads that wait"
+        # The workers were told that there are no more, when there may have been fewer CPUs.
+        most = min(most, self._most_workers)
+        there = len(self._pool.processes)
+        if self._local and (files := _most_files()) < _FILES * most:
+            most, limit = max(there, files // _FILES), f"half of the open files of a process (ulimit -n): {files}"
+        # Only where more may be tried now: the kernel walks through all pages of a worker to count them.
+        tuner = self.auto.tuner
+        tried = tuner.largest(most) if waits and self._local and isinstance(tuner, WorkerTuner) else 0
+        if tried <= there or not tuner.may_try(tried) or (room := memory_limit()[0]) is None:
+            return most, limit
+        rings = max(ring.nbytes for ring in self._pool.rings)
+        private = max(private_bytes(process.pid) for process in self._pool.processes[:_LOOKED_AT])
+        largest = max(1 << 20, rings + private)
+        if (fit := most_in_memory(there, largest, room)) < most:
+            free = room + there * largest
+            most, limit = fit, f"half of {free >> 20:,} MiB, free without workers, at {largest >> 20:,} MiB each,"
+        return most, limit
 
     def carry_out(self, before: int, decision: Decision) -> None:
         """Change the number; without workers to be had, return to the one before."""
@@ -166,41 +185,13 @@ class WorkerCount(TunedSetting):
         """Also ends workers that an earlier epoch had tried, and that live on."""
         self._set(value, ends_surplus=True)
 
-    def words(self, value: int) -> str:
-        """As in the log."""
-        return f"{value} worker{'s'[: value - 1]}"
-
-    def _most(self, proposed: int, config: EpochConfig) -> tuple[int, str]:
-        """The most workers that there may be now, and what limits them."""
-        cpus = usable_cpus()
-        # Samples that are awaited, or read by threads, need no more workers than CPUs: `concurrency` overlaps them.
-        most = cpus if config.concurrent else max(cpus, MOST_WAITING_WORKERS)
-        limit = f"the {cpus} CPUs" if most == cpus else "reads that wait"
-        # The workers were told that there are no more, when there may have been fewer CPUs.
-        most = min(most, config.most_workers)
-        there = len(self._pool.processes)
-        if config.workers is None and (files := _most_files()) < _FILES * most:
-            most, limit = max(there, files // _FILES), f"half of the open files of a process (ulimit -n): {files}"
-        # Only where more may be tried now: the kernel walks through all pages of a worker to count them.
-        if proposed <= there or not self.auto.tuner.may_try(min(proposed, most)) or config.workers is not None:
-            return most, limit
-        if (room := memory_limit()[0]) is None:
-            return most, limit
-        rings = max(ring.nbytes for ring in self._pool.rings)
-        private = max(private_bytes(process.pid) for process in self._pool.processes[:_LOOKED_AT])
-        largest = max(1 << 20, rings + private)
-        if (fit := most_in_memory(there, largest, room)) < most:
-            free = room + there * largest
-            most, limit = fit, f"half of {free >> 20:,} MiB, free without workers, at {largest >> 20:,} MiB each,"
-        return most, limit
-
     def _give_up(self, reason: str) -> None:
         """No further worker can be had: return to the number before the trial, or go on with those at work."""
         decision = self.auto.tuner.failed(reason, self._at_work)
         self._starting_until = None
         self._requested = len(self._pool.processes)
         if decision is not None:
-            self.note(f"goes to {self.words(decision.value)}: {decision.reason}")
+            self.note(f"goes to {decision.value} {self.units[decision.value != 1]}: {decision.reason}")
             self.apply(decision.value)
 
     # ------------------------------------------------------------------------------------------------- changing

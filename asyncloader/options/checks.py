@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
-from asyncloader.options.auto_value import AutoValue
+from asyncloader.options.auto import AutoValue
 from asyncloader.plain_context import plain_context
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance

@@ -16,7 +16,6 @@ import functools
 import inspect
 import os
 import re
-import threading
 import types
 import warnings
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
@@ -33,8 +32,7 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.never_iterated import taken
-from asyncloader.options.auto_choices import check_choices, with_choices
-from asyncloader.options.auto_value import AutoValue
+from asyncloader.options.auto import AutoValue, check_choices, makes_threads, with_choices
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -474,16 +472,6 @@ class OverridableProperty(Generic[T]):
 def is_iterable(spec: LoaderSpec[Any]) -> bool:
     """Whether the dataset is iterated rather than indexed."""
     return bool(spec._dataset_kind == DatasetKind.Iterable)
-
-
-def makes_threads(context: Any) -> bool:
-    """Whether a multiprocessing context makes threads."""
-    if context is None:
-        return False
-    kind = context.Process
-    if isinstance(kind, type):
-        return issubclass(kind, threading.Thread)
-    return isinstance(kind(target=print, args=()), threading.Thread)  # a factory function; the thread is not started
 
 
 def given_options(spec: LoaderSpec[Any]) -> list[str]:

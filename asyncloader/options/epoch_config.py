@@ -17,9 +17,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto_concurrency import CONCURRENCY, AutoConcurrency
-from asyncloader.options.auto_prefetch import LEAST_PREFETCH, MOST_PREFETCH, AutoPrefetch
-from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.auto import AutoValue
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.credits import most_credits
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
@@ -28,6 +26,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.samplers.position_source import PositionSource
 from asyncloader.sizes import optional_size
+from asyncloader.telemetry.tuner import CONCURRENCY, LEAST_PREFETCH, MOST_PREFETCH
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
@@ -85,13 +84,13 @@ class EpochConfig:
     loader_streams: int | None
     """Streams that an iterable dataset says that it has, of which each worker serves some, or which are read without
     workers; None: each worker reads a copy."""
-    auto: AutoWorkers | None
+    auto: AutoValue | None
     """The loader's own choice of the number; None: the user gave it."""
     tunes: bool
     """Whether the number changes while the epoch runs."""
     prefetch_factor: int | None
     """Of the user, or the loader's choice at the beginning of the epoch."""
-    auto_prefetch: AutoPrefetch | None
+    auto_prefetch: AutoValue | None
     """The loader's own choice of batches ahead; None: the user gave it, or samples in flight need more."""
     least_credits: int
     """Batches that a copy of the dataset may have outstanding, however large they are: `prefetch_factor`; 1 without
@@ -131,7 +130,7 @@ class EpochConfig:
 
     concurrency: int
     """Samples that a copy of the dataset awaits at a time, if they are awaited; at the beginning of the epoch."""
-    auto_concurrency: AutoConcurrency | None
+    auto_concurrency: AutoValue | None
     """The loader's own choice of that number; None: the user gave it, or left it out."""
     fetch_threads: int
     """Threads in which a copy of a blocking map dataset fetches samples; 0: one after the other."""
@@ -161,26 +160,26 @@ class EpochConfig:
         exact = not (ours.allow_replay or loader._asyncloader_replays)
         awaited, stateful, batches = is_async_dataset(dataset), is_stateful(dataset), bool(loader._auto_collation)
         in_flight: Any = ours.concurrency
-        auto_concurrency = in_flight if isinstance(in_flight, AutoConcurrency) else None
+        auto_concurrency = in_flight if isinstance(in_flight, AutoValue) else None
         # What the sampler is read ahead for: with a choice of the loader's own the most, whatever the number is now.
         most_in_flight = CONCURRENCY if in_flight is None or auto_concurrency else int(in_flight)
         threads = 0 if iterable or awaited else int(in_flight or 0)
         concurrent = awaited or threads > 0
         prefetch: Any = loader.prefetch_factor
-        least, here = LEAST_PREFETCH if isinstance(prefetch, AutoPrefetch) else prefetch or 1, topology(loader)
+        least, here = LEAST_PREFETCH if isinstance(prefetch, AutoValue) else prefetch or 1, topology(loader)
         source = index_sampler if isinstance(index_sampler, AsyncIndexSource) else None
         positions = source if isinstance(source, PositionSource) else None
         sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
         every = ours.snapshot_every_n_steps or 0
         given: Any = loader.num_workers
-        auto = given if isinstance(given, AutoWorkers) else None
+        auto = given if isinstance(given, AutoValue) else None
         # In torch mode the worker that makes a batch is part of its random numbers.
         tunes = auto is not None and seeded
         number = int(given) if auto is None else auto.number
         streams = count_streams(dataset) if iterable else None
         if streams is not None:
             number = min(number, streams)  # a further worker would have none to serve
-        most_workers = auto.most if auto is not None and tunes else number
+        most_workers = auto.most_workers if auto is not None and tunes else number
         credits = most_credits(
             dataset,
             getattr(batch_sampler, "batch_size", None) if batches else 1,
@@ -191,7 +190,7 @@ class EpochConfig:
             threads=threads if batches else 0,
         )
         # Where samples in flight need more batches than that, `concurrency` is the setting that counts.
-        auto_prefetch = prefetch if isinstance(prefetch, AutoPrefetch) and credits == least else None
+        auto_prefetch = prefetch if isinstance(prefetch, AutoValue) and credits == least else None
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
@@ -209,7 +208,7 @@ class EpochConfig:
             "stateful": stateful,
             "fetch_threads": threads,
             "least_credits": least,
-            "prefetch_factor": prefetch.number if isinstance(prefetch, AutoPrefetch) else prefetch,
+            "prefetch_factor": prefetch.number if isinstance(prefetch, AutoValue) else prefetch,
             "auto_prefetch": auto_prefetch,
             "credits": credits if auto_prefetch is None else MOST_PREFETCH,
             "first_credits": credits,

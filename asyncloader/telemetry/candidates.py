@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncloader.telemetry.run_figures import BATCH_COST_S, Run
-from asyncloader.telemetry.worker_tuning import MOST_WAITING_WORKERS
+from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS
 
 _MOST = 3
 _MOST_IN_FLIGHT = 1024

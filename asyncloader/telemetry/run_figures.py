@@ -6,9 +6,7 @@ Data path: statistics -> [run_figures] -> candidates, diagnosis. Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import sub
-from typing import Self
+from dataclasses import dataclass, field
 
 from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
 from asyncloader.telemetry.slow_samples import NO_SAMPLES, SlowFigures
@@ -57,7 +55,6 @@ class Run:
         memory_limit: `worker_memory_limit`.
         snapshot_every: `snapshot_every_n_steps`.
         keeps_states: whether the dataset has a state that must be saved after each batch, if at all.
-        busy_s: seconds that workers spent on tasks.
     """
 
     batches: int
@@ -91,21 +88,10 @@ class Run:
     memory_limit: int | None = None
     snapshot_every: int = 1
     keeps_states: bool = False
-    busy_s: float = 0.0
     merged: Sequence[float] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "merged", [sum(each) for each in zip(*self.blocks.values(), strict=True)])
-
-    def since(self, before: Self) -> Self:
-        """The figures from those of `before` on: a part of one epoch."""
-        summed = ("batches", "elapsed_s", "wait_s", "startup_s", "main_cpu_s", "ring_copies", "oversize", "retirements")
-        changed = {name: getattr(self, name) - getattr(before, name) for name in (*summed, "busy_s")}
-        blocks = {
-            number: list(map(sub, block, before.blocks[number])) if number in before.blocks else block
-            for number, block in self.blocks.items()
-        }
-        return replace(self, **changed, blocks=blocks, epochs=1)
 
     def stage(self, stage: Stage) -> StageTimes:
         """The times of a stage in all processes."""

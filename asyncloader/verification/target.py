@@ -21,7 +21,7 @@ import torch
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import run_in_thread
 from asyncloader.loader import DataLoader
-from asyncloader.options.auto_value import number_of
+from asyncloader.options.auto import number_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.plain_context import plain_context
 from asyncloader.samplers.distributed import replicas

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from asyncloader import DataLoader
-from tests.verdicts.auto import rate
+from tests.verdicts.measuring import rate
 from tests.verdicts.planted import AsyncPlanted, Locked, Planted, nothing, sleeps
 
 BATCH = 8

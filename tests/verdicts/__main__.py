@@ -1,181 +1,112 @@
-"""Run the planted runs: ``python -m tests.verdicts [--rows NAME,...] [--seeds 11,12] [--kinds sync,async]``;
-``--auto`` measures settings that are "auto" instead (`auto.py`).
+"""Plant runs whose bound is known, and follow their verdicts: ``python -m tests.verdicts``.
 
-For each row, loop and seed: the run itself, its verdict, the runs with the settings that it names as worth trying, and
-those of the grid, all in this process, one after the other. Prints a line for each, and at the end the table;
-``--save`` writes the table into docs/reference/verdicts.md.
+Each row is read as it is, and then with what its verdict names; where the loader may choose an option, also with "auto"
+and beside fixed numbers (`measuring.py`). All runs are in this process, one after the other: about half an hour on 2
+CPUs. Returns 1 if a bound is wrong, if a followed change makes a run slower, or if "auto" falls short; each failure is
+printed by name. ``--save`` writes docs/reference/verdicts.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import statistics
 import sys
-import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.cpus import usable_cpus
-from asyncloader.options.objects import grouped
-from asyncloader.telemetry.diagnosis import Diagnosis
-from tests.verdicts.auto import measure
+from tests.verdicts.measuring import QUICK, Advised, Chosen, Times, advise, choose
 from tests.verdicts.planted import CannotPlant
-from tests.verdicts.rows import ROWS, Row
+from tests.verdicts.rows import ROWS, SEEDS, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "verdicts.md"
-SEEDS = (11, 12, 13, 14, 15)
 _PAGE = """\
 # Verdicts
 
-Runs whose bound is planted: whether [`diagnose()`](../how-to/make-it-faster.md) names it, and what the settings gain
-that it names as worth trying. The costs of samples are drawn from the {seeds}. *Tried* are those settings; *got*,
-the time of the run through that with the fastest of them, or 1 where none was faster; *of the best*, how much of the
-best setting's gain that is, among {grid}. Medians over the seeds; measured on {cpus} CPUs by
-`python -m tests.verdicts {arguments}`.
+Runs whose bound is planted: what [`diagnose()`](../how-to/make-it-faster.md) said of them, and how many times as fast
+they were with each option that it named. Candidates are options worth trying, of which it promises nothing. Measured by
+`python -m tests.verdicts --save` on {cpus} CPUs, with and without a seed where that may differ, for {times.advice:g} s
+each. These begin when as many batches have come as are made ahead while workers start, or with the second batch if
+workers start anew in each epoch.
 
-{table}"""
+| planted | said | candidates or change | following gave |
+|---|---|---|--:|
+{advised}
+## The loader's own choice
 
+One option is "auto", the others are those of the run above. The loader reads for {times.auto:g} s from its first batch
+on. *Of the best* is its rate from second {times.settled:g} on, as a share of the best of about five fixed numbers, each
+of which is measured twice for {times.fixed:g} s, in turns. *Below 0.9 for* is the longest time in which each second had
+less than 0.9 of the batches that the number at the beginning has. *Change* is what `diagnose()` said that "auto" had
+measured, and how many times as fast as at the beginning the run is with it. Without a seed, `num_workers` is chosen in
+a trial before the first batch.
 
-_GRID = (
-    "numbers of workers (0 to 64), `prefetch_factor` (1 to 4), `concurrency` (4 to 256), persistent workers and sizes "
-    "of rings, as far as they can act"
-)
-
-
-class Outcome(NamedTuple):
-    """The results of a planted run."""
-
-    row: Row
-    kind: str
-    diagnosis: Diagnosis
-    seconds: float
-    tried: float
-    best: float
-    best_setting: dict[str, Any]
-
-    @property
-    def right(self) -> bool:
-        return self.diagnosis.bound in self.row.bounds
-
-    @property
-    def reached(self) -> float:
-        """The part of the best gain that the candidates reach."""
-        return self.best / self.tried
+| planted | setting | begins | settles | tried | of the best fixed | below 0.9 for | change |
+|---|---|--:|--:|--:|--:|--:|---|
+{chosen}{left_out}"""
 
 
-def read(row: Row, kind: str, seed: int, options: dict[str, Any]) -> tuple[float, Diagnosis]:
-    """Read all epochs. Returns the seconds, and the verdict."""
-    if kind == "sync":
-        with row.beside(), DataLoader[Any](row.dataset(seed), **grouped(options)) as loader:
-            begin = time.perf_counter()
-            for _ in range(row.epochs):
-                for batch in loader:
-                    row.consume(batch)
-            return time.perf_counter() - begin, loader.diagnose()
-
-    async def loop() -> tuple[float, Diagnosis]:
-        async with AsyncDataLoader[Any](row.dataset(seed), **grouped(options)) as loader:
-            begin = time.perf_counter()
-            for _ in range(row.epochs):
-                async for batch in loader:
-                    row.consume(batch)
-            return time.perf_counter() - begin, loader.diagnose()
-
-    with row.beside():
-        return asyncio.run(loop())
-
-
-def merged(options: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
-    """Options with a change, as `clone` applies it."""
-    found = {**options, **change}
-    if not found["num_workers"]:
-        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
-            found.pop(name, None)
-    return found
-
-
-def run(row: Row, kind: str, seed: int, *, grid: bool) -> Outcome:
-    """Run a row, with the settings that its verdict names as worth trying, and with those of its grid."""
-    seconds, diagnosis = read(row, kind, seed, row.options)
-    best, tried, best_setting = seconds, seconds, dict[str, Any]()
-    candidates = [dict(each) for each in diagnosis.candidates]
-    for number, setting in enumerate([*candidates, *(row.grid if grid else ())]):
-        found = read(row, kind, seed, merged(row.options, setting))[0]
-        if found < best:
-            best, best_setting = found, setting
-        if number < len(candidates):
-            tried = best
-    return Outcome(row, kind, diagnosis, seconds, tried, best, best_setting)
-
-
-def main() -> int:
-    """Run the rows that the arguments select. Returns 1 if a verdict is wrong."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the rows that the arguments select. Returns 1 if one fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.verdicts")
-    parser.add_argument("--rows", default="", help="parts of names, joined by commas")
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)))
-    parser.add_argument("--kinds", default="sync,async")
-    parser.add_argument("--grid", default=True, action=argparse.BooleanOptionalAction)
-    parser.add_argument("--save", action="store_true")
-    parser.add_argument("--auto", action="store_true", help='measure settings that are "auto" beside fixed numbers')
-    given = parser.parse_args()
-    wanted = [each for each in given.rows.split(",") if each]
-    if given.auto:
-        print(measure(wanted))
-        return 0
-    outcomes: list[Outcome] = []
+    parser.add_argument("--rows", default="", help="parts of names, joined by commas; default: all")
+    parser.add_argument("--modes", default=",".join(SEEDS), help="without a seed, with a seed; default: both")
+    parser.add_argument("--quick", action="store_true", help="short runs, for development: their figures mean little")
+    parser.add_argument("--advice", action="store_true", help="only the verdicts, and following them")
+    parser.add_argument("--auto", action="store_true", help='only the options that are "auto"')
+    parser.add_argument("--save", action="store_true", help="write docs/reference/verdicts.md; takes all rows")
+    given = parser.parse_args(arguments)
+    modes, both = given.modes.split(","), given.advice == given.auto
+    if given.save and (given.rows or given.quick or not both or set(modes) != set(SEEDS)):
+        parser.error("--save writes the whole page: leave out --rows, --modes, --quick, --advice and --auto")
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    times = QUICK if given.quick else Times()
+    outcomes: list[Advised | Chosen] = []
+    left_out: dict[str, str] = {}
     for row in ROWS:
-        if wanted and not any(part in row.name for part in wanted):
+        if not any(part in row.name for part in given.rows.split(",")):
             continue
-        for kind in given.kinds.split(","):
-            for seed in map(int, given.seeds.split(",")):
-                try:
-                    outcome = run(row, kind, seed, grid=given.grid)
-                except CannotPlant as reason:
-                    print(f"left out {row.name}: {reason}", flush=True)
-                    continue
+        try:
+            for outcome in measured(row, modes, times, advice=both or given.advice, auto=both or given.auto):
+                print("FAILED" if outcome.failures else "ok    ", line(outcome), end="", flush=True)
                 outcomes.append(outcome)
-                mark = "ok   " if outcome.right else "WRONG"
-                found = outcome.diagnosis
-                print(
-                    f"{mark} {row.name} [{kind}, {seed}]: {found.bound}, {outcome.seconds:.2f} s, "
-                    f"{[*map(dict, found.candidates)]} -> {outcome.tried:.2f} s, "
-                    f"best {outcome.best:.2f} s {outcome.best_setting}, reached {outcome.reached:.0%}"
-                )
-                print(f"      {found.text}", flush=True)
-    text = table(outcomes)
-    print(text)
+        except CannotPlant as reason:
+            print(f"left out {row.name}: {reason}", flush=True)
+            left_out[row.name] = str(reason)
     if given.save:
-        grid = _GRID if given.grid else "these settings alone"
-        arguments, seeds = " ".join(sys.argv[1:]), f"seed{'s' * (',' in given.seeds)} {given.seeds.replace(',', ', ')}"
-        PAGE.write_text(_PAGE.format(seeds=seeds, cpus=usable_cpus(), table=text, grid=grid, arguments=arguments))
-    return 0 if all(outcome.right for outcome in outcomes) else 1
+        PAGE.write_text(page(outcomes, left_out, times))
+    failures = [f"{outcome.name}: {text}" for outcome in outcomes for text in outcome.failures]
+    print(*failures, f"{len(outcomes)} outcomes, {len(failures)} failures", sep="\n")
+    return 1 if failures else 0
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """Return the table: a line for each row and loop, with medians over the seeds."""
-    lines = [
-        "| planted | loop | verdict | right | tried | got | of the best |",
-        "|---|---|---|--:|---|--:|--:|",
-    ]
-    groups: dict[tuple[str, str], list[Outcome]] = {}
-    for outcome in outcomes:
-        groups.setdefault((outcome.row.name, outcome.kind), []).append(outcome)
-    for (name, kind), found in groups.items():
-        settings = [
-            ", ".join(f"`{key}={value}`" for each in outcome.diagnosis.candidates for key, value in each.items())
-            for outcome in found
-        ]
-        tries = statistics.mode(settings) or "nothing"
-        gain = statistics.median(each.seconds / each.tried for each in found)
-        reached = statistics.median(each.reached for each in found)
-        right = sum(each.right for each in found)
-        loop = "`for`" if kind == "sync" else "`async for`"
-        bound = statistics.mode(each.diagnosis.bound for each in found)
-        verdict = f"{bound} | {right} of {len(found)} | {tries}"
-        lines.append(f"| {name} | {loop} | {verdict} | {gain:.2f} | {reached:.0%} |")
-    return "\n".join(lines) + "\n"
+def measured(row: Row, modes: list[str], times: Times, *, advice: bool, auto: bool) -> Iterator[Advised | Chosen]:
+    """Measure a row in some modes, one after the other."""
+    modes = [mode for mode in row.modes if mode in modes]
+    if advice:
+        for mode in modes:
+            yield advise(row, mode, times)
+    for setting in row.auto if auto else ():
+        # Other settings than the number of workers are chosen in the same way with and without a seed.
+        for mode in modes if setting == "num_workers" else modes[-1:]:
+            yield choose(row, mode, setting, times)
+
+
+def line(outcome: Advised | Chosen) -> str:
+    """Return the line of the table."""
+    return f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in outcome.cells)} |\n"
+
+
+def page(outcomes: Sequence[Advised | Chosen], left_out: Mapping[str, str], times: Times) -> str:
+    """Return docs/reference/verdicts.md."""
+    missing = "".join(f"\nLeft out on this machine: {name}, as {reason}.\n" for name, reason in left_out.items())
+    return _PAGE.format(
+        times=times,
+        cpus=usable_cpus(),
+        advised="".join(line(each) for each in outcomes if isinstance(each, Advised)),
+        chosen="".join(line(each) for each in outcomes if isinstance(each, Chosen)),
+        left_out=missing,
+    )
 
 
 if __name__ == "__main__":

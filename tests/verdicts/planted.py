@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import multiprocessing
 import os
 import random
+import statistics
 import subprocess
 import sys
 import threading
 import time
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, AsyncExitStack, suppress
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,26 +48,36 @@ class Planted(Dataset[Any]):
         waits: mean seconds that a sample waits.
         computes: mean seconds that a sample computes.
         nbytes: size of a sample.
-        slow: one in this number of samples takes twenty times as long; 0: none.
+        slow: one in this number of samples, in a random place, takes `times` as long; 0: none.
+        times: how many times as long a slow sample takes as others do on average.
     """
 
     def __init__(
-        self, seed: int, length: int, *, waits: float = 0.0, computes: float = 0.0, nbytes: int = 64, slow: int = 0
+        self,
+        seed: int,
+        length: int,
+        *,
+        waits: float = 0.0,
+        computes: float = 0.0,
+        nbytes: int = 64,
+        slow: int = 0,
+        times: float = 20.0,
     ) -> None:
-        draw = random.Random(seed)
-        self.factors = [draw.uniform(0.5, 1.5) for _ in range(length)]
-        self.waits, self.computes, self.nbytes, self.slow = waits, computes, nbytes, slow
-        self.offset = draw.randrange(slow) if slow else 0
+        draw = np.random.default_rng(seed)
+        self.factors = draw.uniform(0.5, 1.5, length)
+        self.waits, self.computes, self.nbytes = waits, computes, nbytes
+        if slow:
+            starts = np.arange(0, length - slow + 1, slow)
+            self.factors[starts + draw.integers(0, slow, len(starts))] = times
 
     def __len__(self) -> int:
         return len(self.factors)
 
     def __getitem__(self, index: int) -> Any:
-        factor = self.factors[index] * (20 if self.slow and index % self.slow == self.offset else 1)
         if self.waits:
-            time.sleep(self.waits * factor)
+            time.sleep(self.waits * self.factors[index])
         if self.computes:
-            spin(self.computes * factor)
+            spin(self.computes * self.factors[index])
         return torch.zeros(self.nbytes, dtype=torch.uint8)
 
 
@@ -119,32 +132,25 @@ class SlowSampler(Sampler[int]):
             yield index
 
 
-class OneShard(IterableDataset[Any]):
-    """A stream of which only the first worker has a part."""
+class Unequal(IterableDataset[Any]):
+    """A stream that some workers read more slowly than others.
 
-    def __init__(self, seed: int, length: int, waits: float) -> None:
-        self.seed, self.length, self.waits = seed, length, waits
+    Args:
+        seed: of the random seconds.
+        length: number of samples of each worker.
+        waits: mean seconds that a sample waits.
+        times: of workers that differ, how many times as long a sample takes; 0: the worker has no part of the stream.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        draw, info = random.Random(self.seed), get_worker_info()
-        if info is None or info.id == 0:
-            for _ in range(self.length):
-                time.sleep(self.waits * draw.uniform(0.5, 1.5))
-                yield torch.zeros(8)
-
-
-class SlowWorker(IterableDataset[Any]):
-    """A stream that worker 1 reads eight times as slowly as the others."""
-
-    def __init__(self, seed: int, length: int, waits: float) -> None:
-        self.seed, self.length, self.waits = seed, length, waits
+    def __init__(self, seed: int, length: int, *, waits: float, times: dict[int, float]) -> None:
+        self.seed, self.length, self.waits, self.times = seed, length, waits, times
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         number = 0 if info is None else info.id
-        draw = random.Random(self.seed + number)
-        for _ in range(self.length):
-            time.sleep(self.waits * draw.uniform(0.5, 1.5) * (8 if number == 1 else 1))
+        draw, times = random.Random(self.seed + number), self.times.get(number, 1)
+        for _ in range(self.length if times else 0):
+            time.sleep(self.waits * draw.uniform(0.5, 1.5) * times)
             yield torch.zeros(8)
 
 
@@ -177,126 +183,197 @@ class Leaking(Planted):
         return super().__getitem__(index)
 
 
-class Holding(AbstractContextManager[None]):
-    """A thread that holds the GIL most of the time, as a trainer's own Python code beside the loop does."""
+class Oversize(Planted):
+    """Samples of 64 KiB; those of 1 batch of 10, of 8 samples, have 1 MiB."""
 
-    def __init__(self) -> None:
-        self.over = False
-        self.thread = threading.Thread(target=self._run)
+    def __getitem__(self, index: int) -> Any:
+        self.nbytes = 1 << 16 if index // 8 % 10 else 1 << 20
+        return super().__getitem__(index)
 
-    def _run(self) -> None:
-        numbers = list(range(300_000))
-        while not self.over:
+
+@contextmanager
+def holding() -> Generator[None]:
+    """Have a thread hold the GIL most of the time, as a trainer's own Python code beside the loop does."""
+    numbers, over = list(range(300_000)), threading.Event()
+
+    def run() -> None:
+        while not over.is_set():
             sum(numbers)  # one call into C, which does not release the GIL
 
-    def __enter__(self) -> None:
-        self.thread.start()
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
-    def __exit__(self, *_: object) -> None:
-        self.over = True
-        self.thread.join()
 
-
-class Neighbours(AbstractContextManager[None]):
-    """Other programs that compute all the time, one for each CPU."""
-
-    def __enter__(self) -> None:
-        self.running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
-
-    def __exit__(self, *_: object) -> None:
-        for each in self.running:
+@contextmanager
+def neighbours() -> Generator[None]:
+    """Run other programs that compute all the time, one for each CPU."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cpus())]
+    try:
+        yield
+    finally:
+        for each in running:
             each.kill()
             each.wait()
 
 
-class Throttled(AbstractContextManager[None]):
-    """A control group that allows six tenths of a CPU to this process and its children. Needs root."""
-
+@contextmanager
+def throttled() -> Generator[None]:
+    """Allow six tenths of a CPU to this process and its children, by a control group. Needs root."""
     group, before = Path("/sys/fs/cgroup/cpu/asyncloader-verdicts"), Path("/sys/fs/cgroup/cpu")
-
-    def __enter__(self) -> None:
-        try:
-            self.group.mkdir()
-            (self.group / "cpu.cfs_quota_us").write_text("60000")
-            (self.group / "cgroup.procs").write_text(str(os.getpid()))
-        except OSError as error:
-            raise CannotPlant(f"no control group can be made here: {error}") from error
-
-    def __exit__(self, *_: object) -> None:
-        for pid in (self.group / "cgroup.procs").read_text().split():
-            (self.before / "cgroup.procs").write_text(pid)
-        self.group.rmdir()
-
-
-class Store(AbstractContextManager[None]):
-    """An HTTP store in a thread of its own."""
-
-    url: ClassVar[str] = ""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
-        self.stack = AsyncExitStack()
-
-    async def _open(self) -> None:
-        store = await self.stack.enter_async_context(serving())
-        self.fill(store)
-        type(self).url = store.url
-
-    @abstractmethod
-    def fill(self, store: HttpStore) -> None:
-        """Put the objects into the store, and set its faults."""
-
-    def __enter__(self) -> None:
-        self.thread.start()
-        asyncio.run_coroutine_threadsafe(self._open(), self.loop).result()
-
-    def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self.stack.aclose(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.loop.close()
+    try:
+        group.mkdir()
+        (group / "cpu.cfs_quota_us").write_text("60000")
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    except OSError as error:
+        raise CannotPlant(f"no control group can be made: {error}") from error
+    try:
+        yield
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (before / "cgroup.procs").write_text(pid)
+        group.rmdir()
 
 
-class Failing(Store):
-    """A store that refuses each object's first requests, a random number of them."""
+@contextmanager
+def storing(fill: Callable[[HttpStore], None]) -> Generator[str]:
+    """Run an HTTP store in a thread of its own. Gives its URL."""
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        store = asyncio.run_coroutine_threadsafe(stack.enter_async_context(serving()), loop).result()
+        fill(store)
+        yield store.url
+    finally:
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
-    def fill(self, store: HttpStore) -> None:
-        draw = random.Random(21)
-        for number in range(24):
-            store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
-            store.faults[f"{number:02d}.jsonl"].extend([status(503)] * draw.randint(1, 3))
+
+def failing(store: HttpStore) -> None:
+    """Put 24 objects there, and refuse one to three requests before each that is answered."""
+    draw = random.Random(21)
+
+    async def answers(_: HttpStore, __: web.Request) -> None:
+        return None
+
+    for number in range(24):
+        store.put(f"{number:02d}.jsonl", b'{"n": 1}\n' * 16)
+        for _ in range(1000):
+            store.faults[f"{number:02d}.jsonl"].extend([*[status(503)] * draw.randint(1, 3), answers])
 
 
-class Limited(Store):
-    """A store whose connections carry 2 MB/s, after 100 ms. It has 48 objects of 256 KiB."""
+def limited(store: HttpStore) -> None:
+    """Put 48 objects of 1 MiB there, and let each connection carry 2 MB/s, after 100 ms."""
 
-    def fill(self, store: HttpStore) -> None:
-        data = b'{"n": "%s"}\n' % (b"x" * 1014) * 256
-
-        async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse:
-            response = web.StreamResponse(headers={"Content-Length": str(len(data)), "ETag": '"1"'})
-            await asyncio.sleep(0.1)
+    async def slow(_: HttpStore, request: web.Request) -> web.StreamResponse | None:
+        if request.method == "HEAD":
+            return None
+        whole = store.answer(request, request.path[1:])
+        data = bytes(whole.body)  # type: ignore[arg-type]
+        response = web.StreamResponse(status=whole.status, headers=whole.headers)
+        await asyncio.sleep(0.1)
+        with suppress(ConnectionError):  # the reader has left
             await response.prepare(request)
-            with suppress(ConnectionError):  # the reader has left
-                for at in range(0, len(data), 1 << 15):
-                    await asyncio.sleep((1 << 15) / 2e6)
-                    await response.write(data[at : at + (1 << 15)])
-                await response.write_eof()
-            return response
+            for at in range(0, len(data), 1 << 15):
+                await asyncio.sleep((1 << 15) / 2e6)
+                await response.write(data[at : at + (1 << 15)])
+            await response.write_eof()
+        return response
 
-        for number in range(48):
-            store.put(f"{number:02d}.jsonl", data)
-            store.faults[f"{number:02d}.jsonl"].extend([slow] * 64)
+    for number in range(48):
+        store.put(f"{number:02d}.jsonl", b'{"n": "%s"}\n' % (b"x" * 1014) * 1024)
+        store.faults[f"{number:02d}.jsonl"].extend([slow] * 1000)
+
+
+@contextmanager
+def shards(*samples: int) -> Generator[str]:
+    """Write gzipped JSON lines, which cannot be cut: a shard for each number of samples. Gives their folder."""
+    with TemporaryDirectory(prefix="asyncloader-verdicts-") as folder:
+        for number, count in enumerate(samples):
+            (Path(folder) / f"{number:02d}.jsonl.gz").write_bytes(gzip.compress(b'{"n": 1}\n' * count, 1))
+        yield folder
+
+
+FILES = 128
+
+
+@contextmanager
+def files() -> Generator[str]:
+    """Write `FILES` files of 1 MiB. Gives their folder."""
+    with TemporaryDirectory(prefix="asyncloader-verdicts-") as folder:
+        for number in range(FILES):
+            with (Path(folder) / str(number)).open("wb") as file:
+                file.write(os.urandom(1 << 20))
+                os.fsync(file.fileno())  # only clean pages leave the cache
+        yield folder
+
+
+class Reading(Dataset[Any]):
+    """Reads the files of `files`.
+
+    Args:
+        folder: theirs.
+        cold: take each file out of the page cache before it is read.
+
+    Raises:
+        CannotPlant: cold files are read no slower than others.
+    """
+
+    def __init__(self, folder: str, *, cold: bool) -> None:
+        self.folder, self.cold = folder, False
+        warm_s = self._seconds()
+        self.cold = cold
+        if cold and (cold_s := self._seconds()) < 2 * warm_s:
+            raise CannotPlant(f"a file takes {cold_s:.2g} s without the page cache, and {warm_s:.2g} s with it")
+
+    def _seconds(self) -> float:
+        ends = [time.perf_counter()]
+        for index in range(FILES):
+            self[index]
+            ends.append(time.perf_counter())
+        return statistics.median(end - begin for begin, end in pairwise(ends))
+
+    def __len__(self) -> int:
+        return 800_000
+
+    def __getitem__(self, index: int) -> Any:
+        with (Path(self.folder) / str(index % FILES)).open("rb", buffering=0) as file:
+            if self.cold:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return torch.zeros(64, dtype=torch.uint8) + file.read()[index % 1024]
+
+
+def slow_collate(samples: list[Any]) -> Any:
+    """Compute 20 ms for a batch."""
+    spin(0.02)
+    return torch.stack(samples)
 
 
 def nothing(_: Any) -> None:
     """A consumer that takes no time."""
 
 
-def sleeps(seconds: float) -> Callable[[Any], None]:
-    """Return a consumer that waits for this time with each batch, as for a GPU."""
-    return lambda _: time.sleep(seconds)
+def sleeps(seconds: float) -> Callable[[Any], Any]:
+    """Return a consumer that waits for this time with each batch, as for a GPU; or a `decode`, as for a service."""
+
+    def waits(given: Any) -> Any:
+        time.sleep(seconds)
+        return given
+
+    return waits
+
+
+def transfers(batch: Any) -> None:
+    """A consumer that copies each batch and waits for the copy, as for one to a device."""
+    batch.clone()
+    time.sleep(0.01)
 
 
 class Pauses:

@@ -1,4 +1,4 @@
-"""The planted runs whose verdict depends on counts, not on times: in real workers the verdict is right."""
+"""The planted runs whose verdict depends on counts, not on times, have it in real workers; what fails, and the page."""
 
 from __future__ import annotations
 
@@ -6,21 +6,52 @@ import logging
 
 import pytest
 
-from tests.verdicts.__main__ import run, table
-from tests.verdicts.rows import ROWS
+from asyncloader.telemetry.diagnosis import Diagnosis
+from tests.verdicts.__main__ import main, page
+from tests.verdicts.measuring import Advised, Chosen, Times, fact, longest_below, make, read
+from tests.verdicts.rows import ROWS, SEEDED, TORCH, Row
 
-COUNTED = ("a stream with too few shards", "workers near their memory limit")
+BY_NAME = {row.name: row for row in ROWS}
+SLOW: Row = BY_NAME["slow storage"]
 
 
 @pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("name", COUNTED)
-def test_the_verdict_is_right(name: str, kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The table has the verdict, too."""
+@pytest.mark.parametrize("name", ["2 shards for 4 workers", "workers near their memory limit"])
+def test_the_verdict_is_right(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Workers without a shard, and workers that are replaced again and again, are named as the bound."""
     caplog.set_level(logging.ERROR, "asyncloader")
-    (row,) = (row for row in ROWS if row.name == name)
-    outcome = run(row, kind, 5, grid=False)
-    assert outcome.right, outcome.diagnosis
-    assert f"| {name} | " in table([outcome])
-    assert f"| {outcome.diagnosis.bound} | 1 of 1 |" in table([outcome])
+    row = BY_NAME[name]
+    with row.beside() as place:
+        found = read(row, make(row, row.modes[0], place), 2.0)  # so long that starting workers is not the bound
+    assert found.diagnosis.bound == row.bounds, found.diagnosis
+
+
+def test_failures_and_the_page() -> None:
+    """A wrong bound, a change that makes the run slower, and a choice that falls short or stays below are failures; a
+    candidate that gains nothing is none. The page has them all.
+    """
+    text = "Input-bound: the consumer waited 99% of the time. Reads wait. Worth trying: num_workers=4."
+    good = Advised(SLOW, TORCH, Diagnosis("fetch", {}, {}, 1.0, text), [({"num_workers": 4}, 0.5)])
+    wrong = Advised(
+        SLOW, SEEDED, Diagnosis("cpus", {}, {"num_workers": 4}, 2.0, "Busy | full."), [({"num_workers": 4}, 0.5)]
+    )
+    chosen = Chosen(SLOW, SEEDED, "num_workers", 2, 16, 95.0, 16, 100.0, 3.0, 4, [({"num_workers": 16}, 5.0)])
+    short = chosen._replace(rate=89.0, below_s=4.0)
+    assert [len(each.failures) for each in (good, wrong, chosen, short)] == [0, 2, 0, 2]
+    written = page([good, wrong, chosen], {"a quota": "no control group can be made"}, Times())
+    assert "| slow storage (torch) | **fetch**: Reads wait. | `num_workers=4` | 0.50 |\n" in written
+    assert "| slow storage (seeded) | **cpus**: Busy / full. | `num_workers=4` | 0.50 |\n" in written
+    numbers = "`num_workers` | 2 | 16 | 4 | 95% of 100.0/s with 16 | 3 s | `num_workers=16`: 5.00"
+    assert f"| slow storage (seeded) | {numbers} |\n" in written
+    assert written.endswith("Left out on this machine: a quota, as no control group can be made.\n")
+
+
+def test_parts_of_the_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    """The longest time below a rate is of whole seconds in a row; part of the rows is not saved."""
+    came = [second + 0.1 * part for second in range(6) for part in range(3 if second in {1, 3, 4} else 10)]
+    assert longest_below([*came, 6.0], 9.0) == 2.0
+    assert fact("Samples cost waiting. auto has measured num_workers=16: 5.3 times as fast.") == "Samples cost waiting."
+    with pytest.raises(SystemExit):
+        main(["--save", "--rows", "slow"])
+    assert "leave out --rows" in capsys.readouterr().err

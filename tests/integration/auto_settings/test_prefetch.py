@@ -15,8 +15,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from asyncloader import AsyncDataLoader, DataLoader, Recovery, RemoteIterableDataset, definition
-from asyncloader.telemetry.prefetch_tuning import PrefetchTuner
-from asyncloader.telemetry.trials import Decision, Measured
+from asyncloader.telemetry.tuner import Decision, Measured, PrefetchTuner
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS, run_async
 from tests.helpers.seeded_datasets import AllDraws, Rows
@@ -183,7 +182,7 @@ def test_the_number_is_in_effect(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(("room", "most"), [(1 << 20, 2), (1 << 40, 32)])
 def test_memory_bounds_it(room: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine and the control group have left is divided by the size of batches."""
-    monkeypatch.setattr("asyncloader.epoch.tuned_settings.memory_limit", lambda: (room, "here"))
+    monkeypatch.setattr("asyncloader.epoch.tuning.memory_limit", lambda: (room, "here"))
     loader = made("sync", Large(40), (2, 2), batch_size=1, num_workers=1, multiprocessing_context="fork")
     with loader:
         list(loader)

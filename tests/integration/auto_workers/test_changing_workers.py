@@ -19,8 +19,7 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
-from asyncloader.telemetry.trials import Decision, Measured
-from asyncloader.telemetry.worker_tuning import WorkerTuner
+from asyncloader.telemetry.tuner import Decision, Measured, WorkerTuner
 from asyncloader.workers.memory.ring_manager import RingManager
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS, run_async

@@ -19,11 +19,9 @@ from torch.utils.data import IterableDataset
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
 from asyncloader.dataloader2 import MultiProcessingReadingService
 from asyncloader.epoch.worker_count import WorkerCount
-from asyncloader.options import auto_workers
-from asyncloader.options.auto_workers import AutoWorkers
+from asyncloader.options.auto import AutoValue
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.trials import Decision, Measured
-from asyncloader.telemetry.worker_tuning import WorkerTuner
+from asyncloader.telemetry.tuner import Decision, Measured, WorkerTuner
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows
 from tests.integration.auto_workers.test_changing_workers import planned
@@ -139,7 +137,7 @@ def test_worker_info_has_the_most_workers_that_there_may_be() -> None:
     with DataLoader[Any](Rows(64), num_workers="auto", seed=1, collate_fn=_info) as loader:
         found = set(loader)
     most: Any = loader.num_workers
-    assert {number for _, number in found} == {most.most}
+    assert {number for _, number in found} == {most.most_workers}
     assert all(worker < number for worker, number in found)
 
 
@@ -152,17 +150,17 @@ def _info(_: Any) -> tuple[int, int]:
 def test_open_files_bound_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take no more than half of them; those that there are stay."""
     loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
-    config, count = EpochConfig.of(loader), WorkerCount(AutoWorkers())
+    count = WorkerCount(AutoValue("num_workers"), EpochConfig.of(loader))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (140, 4096))
     for there, most in ((2, 10), (12, 12)):
         count._pool = SimpleNamespace(processes=[None] * there)  # type: ignore[assignment]
-        assert count._most(0, config) == (most, "half of the open files of a process (ulimit -n): 70")
+        assert count.room(waits=False) == (most, "half of the open files of a process (ulimit -n): 70")
 
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_torch_mode(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a trial the batches of two epochs, and all generators, are those of a loader with the chosen number."""
-    monkeypatch.setattr(worker_trial, "_SECONDS", 0.0)
+    monkeypatch.setattr(worker_trial, "_READING_S", 0.0)
 
     def run(workers: Any) -> Any:
         torch.manual_seed(5)
@@ -198,13 +196,15 @@ class Undecided(WorkerTuner):
         return None if self.tries else self._start(self.value + 1, "it is planned")
 
 
-def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number that it was trying is not chosen."""
-    monkeypatch.setattr(auto_workers, "WorkerTuner", Undecided)
+def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The number that it was trying is not chosen. The log says at its start what the first batch waits for."""
+    caplog.set_level(logging.INFO, "asyncloader")
+    monkeypatch.setattr(worker_trial, "WorkerTuner", Undecided)
     monkeypatch.setattr(worker_trial, "perf_counter", lambda: 1e9 if Undecided.tried else 1.0)
     with DataLoader[Any](Rows(8), num_workers="auto") as loader:
         assert len(list(loader)) == 8
-        assert int(loader.num_workers) == int(AutoWorkers()) == Undecided.tried[0] - 1
+        assert int(loader.num_workers) == int(AutoValue("num_workers")) == Undecided.tried[0] - 1
+    assert "on random samples, 3 s at most, before the first epoch" in caplog.messages[0]
 
 
 def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -242,7 +242,7 @@ def test_every_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_copies_are_of_one_type() -> None:
     """A copied value is a choice of its own."""
-    assert type(copy.copy(AutoWorkers())) is AutoWorkers
+    assert copy.copy(AutoValue("num_workers")).option == "num_workers"
 
 
 def test_a_number_that_is_left_to_the_loader_later() -> None:
@@ -251,7 +251,7 @@ def test_a_number_that_is_left_to_the_loader_later() -> None:
     loader.num_workers = "auto"
     chosen: Any = loader.num_workers
     assert chosen == "auto"
-    assert type(chosen) is AutoWorkers
+    assert type(chosen) is AutoValue
     loader.num_workers = chosen
     assert loader.num_workers is chosen
     with loader:

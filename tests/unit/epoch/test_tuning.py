@@ -2,56 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from asyncloader import DataLoader
-from asyncloader.epoch.tuning import EpochTuning, Room, TunedSetting
-from asyncloader.options.auto_value import AutoValue
-from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.diagnosis import Diagnosis
-from asyncloader.telemetry.run_figures import Run
+from asyncloader.epoch.tuning import EpochTuning, TunedSetting
+from asyncloader.options.auto import AutoValue
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.telemetry.trials import Measured, Proposal, Tuner
-from tests.helpers.seeded_datasets import Rows
+from asyncloader.telemetry.tuner import Measured, Tuner
 
 
 class Doubling(Tuner):
-    """Proposes twice the value, once."""
+    """Tries twice the value, once."""
 
     @property
     def window(self) -> tuple[float, int]:
         return 0.0, 1
 
-    def _propose(self, window: Measured) -> Proposal | None:
-        return None if self._rests(2 * self.value) or self.value > 1 else Proposal(2 * self.value, "it may help")
+    def _steps(self, window: Measured) -> Iterable[int]:
+        return () if self.value > 1 else (2,)
 
 
-class AutoOne(AutoValue):
-    __slots__ = ()
-
-    @staticmethod
-    def _first() -> Tuner:
-        return Doubling(1)
+def choice() -> AutoValue:
+    auto = AutoValue("concurrency")
+    auto.tuner = Doubling(1)
+    return auto
 
 
 class Setting(TunedSetting):
     """Writes down what becomes of it."""
 
-    def __init__(self, name: str, applied: list[tuple[str, int]], auto: AutoOne | None = None) -> None:
-        super().__init__(auto or AutoOne())
+    units = "of them", "of them"
+
+    def __init__(self, name: str, applied: list[tuple[str, int]], auto: AutoValue | None = None) -> None:
+        super().__init__(auto or choice())
         self.name, self._applied, self.waits, self.closed = name, applied, False, False
 
     def pending(self, now: float) -> bool:
         return self.waits
 
-    def room(self, verdict: Diagnosis, run: Run, config: EpochConfig) -> Room:
-        return Room(None, 8, "the test")
+    def room(self, waits: bool) -> tuple[int, str]:
+        return 8, "the test"
 
     def apply(self, value: int) -> None:
         self._applied.append((self.name, value))
-
-    def words(self, value: int) -> str:
-        return f"{value}"
 
     def close(self) -> None:
         self.closed = True
@@ -62,6 +55,7 @@ def delivered(tuning: EpochTuning, statistics: Statistics, batches: int) -> None
     for _ in range(batches):
         statistics.batches += 1
         statistics.elapsed_s += 1e-3
+        statistics.wait_s += 1e-3
         tuning._due = 0.0
         tuning.delivered()
 
@@ -70,16 +64,15 @@ def test_settings_take_turns() -> None:
     """While one is tried, the other stays; it is tried once nothing is left to be tried of the first."""
     statistics, applied = Statistics(), list[Any]()
     settings = [Setting(name, applied) for name in "ab"]
-    config = EpochConfig.of(DataLoader[Any](Rows(8)))
-    tuning = EpochTuning(settings, config, statistics)
+    tuning = EpochTuning(settings, statistics, lambda: 1)
     tuning.start()
     assert applied == [("a", 1), ("b", 1)]
     delivered(tuning, statistics, 40)
     # Batches come no faster, so that each trial is rejected, behind two windows of it.
     assert applied[2:] == [("a", 2), ("a", 1), ("b", 2), ("b", 1)]
     assert list(settings[1].auto.decisions) == [
-        "tries 2 instead of 1: it may help",
-        "goes to 1 instead of 2: batches came +0.0% faster, where 0.0% is noise, with 2",
+        "tries 2 of them instead of 1: the consumer waits 100% of the time",
+        "goes to 1 of them instead of 2: batches came +0.0% faster, where 0.0% is noise, with 2",
     ]
 
 
@@ -87,8 +80,7 @@ def test_a_change_that_has_not_taken_effect_is_not_measured() -> None:
     """Windows begin once nothing is pending."""
     statistics, applied = Statistics(), list[Any]()
     setting, other = Setting("a", applied), Setting("b", applied)
-    config = EpochConfig.of(DataLoader[Any](Rows(8)))
-    tuning = EpochTuning([setting, other], config, statistics)
+    tuning = EpochTuning([setting, other], statistics, lambda: 1)
     tuning.start()
     delivered(tuning, statistics, 2)
     other.waits = True
@@ -104,9 +96,8 @@ def test_one_iterator_changes_the_settings() -> None:
     """The next one goes on when the first has ended, with the number that it has left."""
     statistics, applied = Statistics(), list[Any]()
     first = Setting("first", applied)
-    second = Setting("second", applied, first.auto)  # type: ignore[arg-type]
-    config = EpochConfig.of(DataLoader[Any](Rows(8)))
-    one, two = (EpochTuning([each], config, statistics) for each in (first, second))
+    second = Setting("second", applied, first.auto)
+    one, two = (EpochTuning([each], statistics, lambda: 1) for each in (first, second))
     one.start()
     two.start()
     delivered(two, statistics, 10)
@@ -122,9 +113,8 @@ def test_a_trial_goes_on_in_the_next_epoch() -> None:
     """Short epochs do not begin with the same setting each time."""
     statistics, applied = Statistics(), list[Any]()
     settings = [Setting(name, applied) for name in "ab"]
-    config = EpochConfig.of(DataLoader[Any](Rows(8)))
     settings[1].auto.tuner._start(2, "it is planned")
-    tuning = EpochTuning(settings, config, statistics)
+    tuning = EpochTuning(settings, statistics, lambda: 1)
     tuning.start()
     delivered(tuning, statistics, 3)
     tuning.close()
