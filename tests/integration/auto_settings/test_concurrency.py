@@ -173,7 +173,9 @@ def test_each_loader_has_a_choice_of_its_own() -> None:
     chosen: Any = loader.concurrency
     assert chosen == "auto"
     assert int(chosen) == 256
+    other: Any
     for other in (loader.clone(), DataLoader[Any](Yielding(8), concurrency=chosen), pickle.loads(pickle.dumps(loader))):
         assert other.concurrency == "auto"
         assert other.concurrency is not chosen
-    assert copy.copy(chosen).option == "concurrency"
+    other = copy.copy(chosen)
+    assert other.option == "concurrency"
