@@ -218,17 +218,18 @@ async def _fetch(epoch: InlineEpoch, records: list[SkippedSample]) -> tuple[Any,
     assert task is not None
     epoch.fetching.add(task)
     try:
-        with UnexpectedCancellation("the dataset's or sampler's"), epoch.measured_on_loop():
+        with UnexpectedCancellation("the dataset's or sampler's"):
             if not epoch.opened:
-                await epoch.open()
+                await epoch.open()  # not measured, as the first batch is then not looked at
                 return None
-            if epoch.prefetcher is not None:
-                epoch.start_ahead(epoch.prefetcher)
-                return await epoch.prefetcher.take(records)
-            index = await epoch.due_index()
-            if epoch.reader.asynchronous:
-                return index, await epoch.reader.fetch_async(index, records)
-            return index, epoch.reader.fetch(index, records)
+            with epoch.measured_on_loop():
+                if epoch.prefetcher is not None:
+                    epoch.start_ahead(epoch.prefetcher)
+                    return await epoch.prefetcher.take(records)
+                index = await epoch.due_index()
+                if epoch.reader.asynchronous:
+                    return index, await epoch.reader.fetch_async(index, records)
+                return index, epoch.reader.fetch(index, records)
     finally:
         epoch.fetching.discard(task)
 
