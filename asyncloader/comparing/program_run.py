@@ -1,0 +1,150 @@
+"""Runs a program once, for a bounded time, with the recorder in each of its Python processes.
+
+Data path: command -> [program_run: recorder in the program] -> records.
+
+The program is a session of its own. A run is ended by SIGTERM to its process group, and after 5 s by SIGKILL to each
+process that is in the session, or has the run's folder in its environment, as the workers of torchrun have.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncloader.comparing.recorder import PLAN
+
+_GRACE_S, _POLL_S, _MEMORY_S = 5.0, 0.1, 1.0
+_TAIL = 4096  # bytes of standard error that are kept
+
+_HOOK = """\
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from os.path import dirname
+spec = PathFinder.find_spec("sitecustomize", [each for each in sys.path if each != dirname(__file__)])
+if spec is not None and spec.loader is not None:  # the one that this file stands before
+    spec.loader.exec_module(module_from_spec(spec))
+from asyncloader.comparing.recorder import begin
+begin()
+"""
+
+
+class ProgramRun(NamedTuple):
+    """What a run left.
+
+    Attributes:
+        processes: the records of each process that iterated loaders.
+        workers: the reports of torch's workers.
+        began: number of Python processes that had the recorder.
+        code: the exit code; None: the run was ended by us.
+        memory: bytes that all of its processes used at most (PSS); None: unknown.
+        errors: the end of its standard error.
+        seconds: it took.
+    """
+
+    processes: list[dict[str, Any]]
+    workers: list[dict[str, Any]]
+    began: int
+    code: int | None
+    memory: int | None
+    errors: str
+    seconds: float
+
+
+def run_program(
+    command: Sequence[str], plan: Mapping[str, Any], *, seconds: float, most: float, source: Path | None
+) -> ProgramRun:
+    """Run a program.
+
+    Args:
+        command: the program and its arguments.
+        plan: of the recorder.
+        seconds: after which it is ended, from its first batch on.
+        most: the same from its start on.
+        source: folder of which a copy is the program's working directory; None: the current directory.
+
+    Raises:
+        OSError: the program cannot be started, or the folder not be copied.
+    """
+    with tempfile.TemporaryDirectory(prefix="asyncloader-try-", ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        (folder / "hook").mkdir()
+        (folder / "hook" / "sitecustomize.py").write_text(_HOOK)
+        (folder / "plan.json").write_text(json.dumps(plan))
+        if source is not None:
+            shutil.copytree(source, folder / "cwd", symlinks=True)
+        paths = [str(folder / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        began, deadline, memory, due = time.monotonic(), time.monotonic() + most, 0, 0.0
+        with (folder / "stderr").open("wb") as errors:
+            program = subprocess.Popen(
+                command,
+                cwd=None if source is None else folder / "cwd",
+                env={**os.environ, PLAN: made, "PYTHONPATH": os.pathsep.join(paths)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                start_new_session=True,
+            )
+        ended, started = False, False
+        try:
+            while not (ended := program.poll() is not None) and time.monotonic() < deadline:
+                if not started and any(folder.glob("process-*.json")):
+                    started, deadline = True, min(deadline, time.monotonic() + seconds)
+                if time.monotonic() > due:
+                    memory, due = max(memory, _memory(_members(program.pid, made))), time.monotonic() + _MEMORY_S
+                time.sleep(_POLL_S)
+        finally:
+            _end(program, made)
+        return ProgramRun(
+            processes=[json.loads(each.read_text()) for each in sorted(folder.glob("process-*.json"))],
+            workers=[json.loads(each.read_text()) for each in sorted(folder.glob("worker-*.json"))],
+            began=len([*folder.glob("began-*")]),
+            code=program.returncode if ended else None,
+            memory=memory or None,
+            errors=(folder / "stderr").read_bytes()[-_TAIL:].decode(errors="replace"),
+            seconds=time.monotonic() - began,
+        )
+
+
+def _end(program: subprocess.Popen[bytes], folder: str) -> None:
+    """End a run, and wait until no process of it is left."""
+    with suppress(ProcessLookupError):
+        os.killpg(program.pid, signal.SIGTERM)
+    until = time.monotonic() + _GRACE_S
+    while program.poll() is None or _members(program.pid, folder):
+        if time.monotonic() > until:
+            for each in {program.pid, *_members(program.pid, folder)} if program.poll() is None else _members(program.pid, folder):
+                with suppress(ProcessLookupError):
+                    os.kill(each, signal.SIGKILL)
+        time.sleep(_POLL_S / 2)
+
+
+def _members(session: int, folder: str) -> list[int]:
+    """Return the processes of a run that still run; where there is no /proc, none."""
+    found: list[int] = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            _, _, fields = (each / "stat").read_text().rpartition(") ")
+            state, of_session = fields.split()[0], int(fields.split()[3])
+            if state not in "ZX" and (of_session == session or folder.encode() in (each / "environ").read_bytes()):
+                found.append(int(each.name))
+    return found
+
+
+def _memory(processes: Sequence[int]) -> int:
+    """Return the bytes that some processes use, with their part of what they share."""
+    total = 0
+    for each in processes:
+        with suppress(OSError, ValueError):
+            text = Path(f"/proc/{each}/smaps_rollup").read_text()
+            total += 1024 * int(text.partition("\nPss:")[2].split(maxsplit=1)[0])
+    return total
