@@ -94,8 +94,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         given, program = given[: given.index("--")], [*given[given.index("--") + 1 :]]
     flags = vars(parser().parse_args(given))
     command = flags.pop("command")
-    if command == "try":
-        flags["command"] = program
+    flags["program"] = program
     try:
         return _run(command, flags)
     except CannotPrint as error:
@@ -123,8 +122,8 @@ def _run(command: str, flags: dict[str, Any]) -> int:
         if command == "try":
             from asyncloader.comparing import try_command
 
-            flags["as_json"] = flags["json"]
-            return try_command.run(**{name: value for name, value in flags.items() if name != "json"})
+            output = "json" if flags["json"] else "markdown" if flags["markdown"] else "text"
+            return try_command.run(flags["target"], flags["program"], flags["seconds"], flags["cwd"], output)
         if command == "top":
             from asyncloader.commands import top
 

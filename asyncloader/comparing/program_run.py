@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.comparing.recorder import PLAN
 
-_GRACE_S, _POLL_S, _MEMORY_S = 5.0, 0.1, 1.0
+_GRACE_S, _POLL_S, _MEMORY_S = 5.0, 0.05, 1.0
 _TAIL = 4096  # bytes of standard error that are kept
 
 _HOOK = """\
@@ -31,7 +31,7 @@ from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 from os.path import dirname
 spec = PathFinder.find_spec("sitecustomize", [each for each in sys.path if each != dirname(__file__)])
-if spec is not None and spec.loader is not None:  # the one that this file stands before
+if spec is not None and spec.loader is not None:  # the file that this one stands before
     spec.loader.exec_module(module_from_spec(spec))
 from asyncloader.comparing.recorder import begin
 begin()
@@ -44,7 +44,7 @@ class ProgramRun(NamedTuple):
     Attributes:
         processes: the records of each process that iterated loaders.
         workers: the reports of torch's workers.
-        began: number of Python processes that had the recorder.
+        began: whether any Python process had the recorder.
         code: the exit code; None: the run was ended by us.
         memory: bytes that all of its processes used at most (PSS); None: unknown.
         errors: the end of its standard error.
@@ -53,7 +53,7 @@ class ProgramRun(NamedTuple):
 
     processes: list[dict[str, Any]]
     workers: list[dict[str, Any]]
-    began: int
+    began: bool
     code: int | None
     memory: int | None
     errors: str
@@ -76,14 +76,13 @@ def run_program(
         OSError: the program cannot be started, or the folder not be copied.
     """
     with tempfile.TemporaryDirectory(prefix="asyncloader-try-", ignore_cleanup_errors=True) as made:
-        folder = Path(made)
+        folder, began, memory, due = Path(made), time.monotonic(), 0, 0.0
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(_HOOK)
         (folder / "plan.json").write_text(json.dumps(plan))
         if source is not None:
             shutil.copytree(source, folder / "cwd", symlinks=True)
         paths = [str(folder / "hook"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        began, deadline, memory, due = time.monotonic(), time.monotonic() + most, 0, 0.0
         with (folder / "stderr").open("wb") as errors:
             program = subprocess.Popen(
                 command,
@@ -94,25 +93,23 @@ def run_program(
                 stderr=errors,
                 start_new_session=True,
             )
-        ended, started = False, False
+        until = began + most
         try:
-            while not (ended := program.poll() is not None) and time.monotonic() < deadline:
-                if not started and any(folder.glob("process-*.json")):
-                    started, deadline = True, min(deadline, time.monotonic() + seconds)
-                if time.monotonic() > due:
-                    memory, due = max(memory, _memory(_members(program.pid, made))), time.monotonic() + _MEMORY_S
+            while (code := program.poll()) is None and (now := time.monotonic()) < until:
+                if until == began + most and any(folder.glob("process-*.json")):
+                    until = min(until - 1e-6, now + seconds)
+                if now > due:
+                    memory, due = max(memory, _memory(_members(program.pid, made))), now + _MEMORY_S
                 time.sleep(_POLL_S)
         finally:
             _end(program, made)
-        return ProgramRun(
-            processes=[json.loads(each.read_text()) for each in sorted(folder.glob("process-*.json"))],
-            workers=[json.loads(each.read_text()) for each in sorted(folder.glob("worker-*.json"))],
-            began=len([*folder.glob("began-*")]),
-            code=program.returncode if ended else None,
-            memory=memory or None,
-            errors=(folder / "stderr").read_bytes()[-_TAIL:].decode(errors="replace"),
-            seconds=time.monotonic() - began,
+        processes, workers = (
+            [json.loads(each.read_text()) for each in sorted(folder.glob(f"{kind}-*.json"))]
+            for kind in ("process", "worker")
         )
+        tail = (folder / "stderr").read_bytes()[-_TAIL:].decode(errors="replace")
+        seconds, seen = time.monotonic() - began, any(folder.glob("began-*"))
+        return ProgramRun(processes, workers, seen, code, memory or None, tail, seconds)
 
 
 def _end(program: subprocess.Popen[bytes], folder: str) -> None:
@@ -122,20 +119,20 @@ def _end(program: subprocess.Popen[bytes], folder: str) -> None:
     until = time.monotonic() + _GRACE_S
     while program.poll() is None or _members(program.pid, folder):
         if time.monotonic() > until:
-            for each in {program.pid, *_members(program.pid, folder)} if program.poll() is None else _members(program.pid, folder):
-                with suppress(ProcessLookupError):
+            with suppress(ProcessLookupError):
+                program.kill()
+                for each in _members(program.pid, folder):
                     os.kill(each, signal.SIGKILL)
-        time.sleep(_POLL_S / 2)
+        time.sleep(_POLL_S)
 
 
 def _members(session: int, folder: str) -> list[int]:
     """Return the processes of a run that still run; where there is no /proc, none."""
     found: list[int] = []
     for each in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, IndexError):
-            _, _, fields = (each / "stat").read_text().rpartition(") ")
-            state, of_session = fields.split()[0], int(fields.split()[3])
-            if state not in "ZX" and (of_session == session or folder.encode() in (each / "environ").read_bytes()):
+        with suppress(OSError):
+            state, _, _, of_session = (each / "stat").read_text().rpartition(") ")[2].split()[:4]
+            if state not in "ZX" and (int(of_session) == session or folder.encode() in (each / "environ").read_bytes()):
                 found.append(int(each.name))
     return found
 
@@ -144,7 +141,6 @@ def _memory(processes: Sequence[int]) -> int:
     """Return the bytes that some processes use, with their part of what they share."""
     total = 0
     for each in processes:
-        with suppress(OSError, ValueError):
-            text = Path(f"/proc/{each}/smaps_rollup").read_text()
-            total += 1024 * int(text.partition("\nPss:")[2].split(maxsplit=1)[0])
+        with suppress(OSError, IndexError):
+            total += 1024 * int(Path(f"/proc/{each}/smaps_rollup").read_text().partition("\nPss:")[2].split()[0])
     return total

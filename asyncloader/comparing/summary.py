@@ -2,20 +2,22 @@
 
 Data path: records of runs -> [summary] -> try_command.
 
-The ratio's interval takes the larger of two deviations: that between runs of the same loader, and that between blocks
-within a run. So a machine whose speed drifts, and a program whose phases differ, both widen it.
+The ratio's interval takes the larger of two deviations: that between runs of the same loader, and that between parts of
+a run. So a machine whose speed drifts, and a program whose phases differ, both widen it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import exp, inf, log, sqrt
+from statistics import fmean, variance
 from typing import Any, NamedTuple
 
 from asyncloader.telemetry.trials import WORTH, t95
 
-_BLOCKS = 8
+_BLOCKS = 8  # parts of a run
 
 Values = Mapping[str, Any]
 
@@ -25,25 +27,23 @@ class RunSummary(NamedTuple):
 
     Attributes:
         rate: batches per second from the second one on, mean of the processes; 0: fewer than two came.
-        blocks: the same of the run's parts, up to 8.
+        variance: of the rate, relative, as the parts of the run show it.
         wait_frac: share of the time that the program waited for batches.
-        first_s: seconds from `iter()` to the first batch; None: none came.
+        first_s: seconds from `iter()` to the first batch.
         memory: bytes at most; None: unknown.
         digests: of the first batches of each process, sorted.
-        batches: of all processes.
     """
 
     rate: float
-    blocks: tuple[float, ...]
+    variance: float
     wait_frac: float
-    first_s: float | None
+    first_s: float
     memory: int | None
-    digests: tuple[tuple[int, ...], ...]
-    batches: int
+    digests: list[list[int]]
 
 
 class Gain(NamedTuple):
-    """How many times as fast a loader is as another: the ratio, and the bounds of 95 % confidence on either side."""
+    """How many times as fast a loader is as another, and the bounds; each holds with a confidence of 95 %."""
 
     ratio: float
     low: float
@@ -55,80 +55,62 @@ def judging_place(processes: Sequence[Values]) -> str | None:
     counts: Counter[str] = Counter()
     for process in processes:
         counts.update({place: each["batches"] for place, each in process["loaders"].items()})
-    place, number = max(counts.items(), key=lambda item: item[1], default=(None, 0))
-    return place if number > 1 else None
+    return next((place for place, number in counts.most_common(1) if number > 1), None)
 
 
 def sum_up(processes: Sequence[Values], place: str, memory: int | None) -> RunSummary:
     """Return the figures of the loader of a place in a run."""
     records = [each["loaders"][place] for each in processes if place in each["loaders"]]
-    parts = [each["points"] for each in records if len(each["points"]) > 1]
-    rates = [_rate(each[0], each[-1]) for each in parts]
-    blocks = [_blocks(each) for each in parts]
-    waits = [(each[-1][2] - each[0][2]) / max(each[-1][0] - each[0][0], 1e-9) for each in parts]
-    firsts = [each["first_s"] for each in records if each["first_s"] is not None]
+    parts = [each["points"] for each in records if len(each["points"]) > 1] or [[[0.0] * 3] * 2]
     return RunSummary(
-        rate=sum(rates) / max(1, len(rates)),
-        blocks=tuple(sum(each) / len(each) for each in zip(*blocks, strict=False)),
-        wait_frac=min(1.0, sum(waits) / max(1, len(waits))),
-        first_s=max(firsts, default=None),
+        rate=fmean(_rate(each[0], each[-1]) for each in parts),
+        variance=fmean(map(_variance, parts)),
+        wait_frac=min(1.0, fmean(_rate(each[0], each[-1], 2) for each in parts)),
+        first_s=max((each["first_s"] or inf for each in records), default=inf),
         memory=memory,
-        digests=tuple(sorted(tuple(each["digests"]) for each in records if each["digests"])),
-        batches=sum(each["batches"] for each in records),
+        digests=sorted(each["digests"] for each in records if each["digests"]),
     )
 
 
-def _rate(begin: Sequence[float], end: Sequence[float]) -> float:
-    return (end[1] - begin[1]) / max(end[0] - begin[0], 1e-9)
+def _rate(begin: Sequence[float], end: Sequence[float], of: int = 1) -> float:
+    return (end[of] - begin[of]) / max(end[0] - begin[0], 1e-9)
 
 
-def _blocks(points: Sequence[Sequence[float]]) -> list[float]:
+def _variance(points: Sequence[Sequence[float]]) -> float:
+    """Return the relative variance of a run's mean rate."""
     number = min(_BLOCKS, len(points) - 1)
     bounds = [points[each * (len(points) - 1) // number] for each in range(number + 1)]
-    return [_rate(begin, end) for begin, end in zip(bounds, bounds[1:], strict=False)]
+    rates = [_rate(begin, end) for begin, end in pairwise(bounds)]
+    return variance(rates) / number / fmean(rates) ** 2 if number > 2 else 0.0
 
 
 def spread_of(runs: Sequence[RunSummary]) -> float:
     """Return the part by which the fastest of some runs exceeds the slowest."""
     rates = [each.rate for each in runs]
-    return max(rates) / min(rates) - 1.0 if rates and min(rates) > 0 else inf
+    return max(rates) / min(rates) - 1.0 if min(rates) > 0 else inf
 
 
 def gain_of(runs: Sequence[RunSummary], others: Sequence[RunSummary]) -> Gain | None:
-    """Compare the rates of a loader with another loader's. None: a run has no rate, or there are fewer than three."""
-    both = [[each.rate for each in side] for side in (runs, others)]
-    freedom = sum(map(len, both)) - 2
-    if freedom < 1 or not all(both) or min(min(each) for each in both) <= 0:
+    """Compare a loader's rates with another's. None: a run has no rate, or there are fewer than three."""
+    freedom = len(runs) + len(others) - 2
+    if freedom < 1 or not runs or min(each.rate for each in (*runs, *others)) <= 0:
         return None
-    logs = [[log(rate) for rate in side] for side in both]
-    means = [sum(side) / len(side) for side in logs]
-    between = sum((each - mean) ** 2 for side, mean in zip(logs, means, strict=True) for each in side) / freedom
-    within = [_block_variance(each.blocks) for each in (*runs, *others)]
-    reach = max(
-        t95(freedom) * sqrt(between * sum(1 / len(side) for side in both)),
-        t95(_BLOCKS) * sqrt(sum(within) / len(within) * sum(1 / len(side) for side in both)),
-    )
-    ratio = means[0] - means[1]
+    logs = [[log(each.rate) for each in side] for side in (runs, others)]
+    between = sum((each - fmean(side)) ** 2 for side in logs for each in side) / freedom
+    within = fmean(each.variance for each in (*runs, *others))
+    one_run = max(t95(freedom) * sqrt(between), t95(_BLOCKS) * sqrt(within))
+    ratio, reach = fmean(logs[0]) - fmean(logs[1]), one_run * sqrt(1 / len(runs) + 1 / len(others))
     return Gain(exp(ratio), exp(ratio - reach), exp(ratio + reach))
 
 
-def _block_variance(blocks: Sequence[float]) -> float:
-    """Return the variance of a run's rate, as a part of it, that its blocks show."""
-    if len(blocks) < 3:
-        return 0.0
-    mean = sum(blocks) / len(blocks)
-    return sum((each / mean - 1.0) ** 2 for each in blocks) / (len(blocks) - 1) / len(blocks)
-
-
-def is_gain(gain: Gain | None, spread: float) -> bool:
-    """Whether a gain exceeds 5 %, and what two runs of torch's loader differ by, also at its lower bound."""
-    return gain is not None and gain.low > 1.0 + max(WORTH, spread)
+def is_gain(gain: Gain, spread: float) -> bool:
+    """Whether a gain exceeds 5 %, and what runs of torch's loader differ by, also at its lower bound."""
+    return gain.low > 1.0 + max(WORTH, spread)
 
 
 def first_difference(run: RunSummary, other: RunSummary) -> int | None:
     """Return the number of the first batch, from 1, that differs between two runs; None: none, as far as both came."""
     if len(run.digests) != len(other.digests):
         return 1
-    pairs = [zip(one, two, strict=False) for one, two in zip(run.digests, other.digests, strict=True)]
-    differ = [next((number for number, (a, b) in enumerate(each, 1) if a != b), None) for each in pairs]
-    return min((each for each in differ if each is not None), default=None)
+    pairs = zip(run.digests, other.digests, strict=True)
+    return min((n for a, b in pairs for n, (x, y) in enumerate(zip(a, b, strict=False), 1) if x != y), default=None)
