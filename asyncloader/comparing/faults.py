@@ -27,7 +27,7 @@ def find_faults(processes: Sequence[Values], workers: Sequence[Values]) -> list[
     """
     found: dict[tuple[str, str], Finding] = {}  # ranks have the same faults
     for process in processes:
-        for place, record in process["loaders"].items():
+        for place, record in process.items():
             mine = [each for each in workers if each["place"] == place]
             if not record["ours"]:
                 for name, text, advice in (*_of_loader(record), *_of_workers(mine), *_of_states(record, mine)):

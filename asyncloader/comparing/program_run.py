@@ -39,16 +39,9 @@ begin()
 
 
 class ProgramRun(NamedTuple):
-    """What a run left.
-
-    Attributes:
-        processes: the records of each process that iterated loaders.
-        workers: the reports of torch's workers.
-        began: whether any Python process had the recorder.
-        code: the exit code; None: the run was ended by us.
-        memory: bytes that all of its processes used at most (PSS); None: unknown.
-        errors: the end of its standard error.
-        seconds: it took.
+    """What a run left: the records of its processes and the reports of its workers; whether any Python process had the
+    recorder; the exit code (None: the run was ended by us); the bytes that its processes used at most (PSS; None:
+    unknown); the end of its standard error; and the seconds that it took.
     """
 
     processes: list[dict[str, Any]]

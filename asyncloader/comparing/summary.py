@@ -23,15 +23,9 @@ Values = Mapping[str, Any]
 
 
 class RunSummary(NamedTuple):
-    """A run's figures for the loader that judges.
-
-    Attributes:
-        rate: batches per second from the second one on, mean of the processes; 0: fewer than two came.
-        variance: of the rate, relative, as the parts of the run show it.
-        wait_frac: share of the time that the program waited for batches.
-        first_s: seconds from `iter()` to the first batch.
-        memory: bytes at most; None: unknown.
-        digests: of the first batches of each process, sorted.
+    """A run's figures for the loader that judges: batches per second from the second one on, as a mean of the processes
+    (0: fewer than two came), and its relative variance; the share of the time that the program waited; seconds from
+    `iter()` to the first batch; bytes (None: unknown); and digests of each process's first batches, sorted.
     """
 
     rate: float
@@ -54,13 +48,13 @@ def judging_place(processes: Sequence[Values]) -> str | None:
     """Return the place of the loader with most batches; None: none gave two."""
     counts: Counter[str] = Counter()
     for process in processes:
-        counts.update({place: each["batches"] for place, each in process["loaders"].items()})
+        counts.update({place: each["batches"] for place, each in process.items()})
     return next((place for place, number in counts.most_common(1) if number > 1), None)
 
 
 def sum_up(processes: Sequence[Values], place: str, memory: int | None) -> RunSummary:
     """Return the figures of the loader of a place in a run."""
-    records = [each["loaders"][place] for each in processes if place in each["loaders"]]
+    records = [each[place] for each in processes if place in each]
     parts = [each["points"] for each in records if len(each["points"]) > 1] or [[[0.0] * 3] * 2]
     return RunSummary(
         rate=fmean(_rate(each[0], each[-1]) for each in parts),

@@ -36,15 +36,11 @@ _HARDLY = 0.05  # a program that waits for a smaller share of its time can gain 
 _NARROW = 1.1  # of an interval that needs no further rounds: its upper bound, as a multiple of the lower
 _FILES = 20_000  # that are looked at
 _FAILED, _NO_GAIN = 1, 3
-_COLUMNS = ("loader", "batches/s", "waits", "first batch", "memory", "equal batches")
+_COLUMNS = ["loader", "batches/s", "waits", "first batch", "memory", "equal batches"]
 _TARGET = """import sys
-from asyncloader.verification.target import changed, import_target, make_loader
+from asyncloader.verification.target import import_target, make_loader
 loader = make_loader(import_target(sys.argv[1]), 0)
 while any([True for _ in loader]): pass"""
-
-
-class ProgramFailed(Exception):
-    """The program ended with an error. The last lines of the text are the end of its standard error."""
 
 
 def run(target: str | None, command: Sequence[str], seconds: float, cwd: Path | None, output: str) -> int:
@@ -69,34 +65,38 @@ def run(target: str | None, command: Sequence[str], seconds: float, cwd: Path | 
     if os.name != "posix":
         raise ValueError(f"runs are ended by signals to their session, which {sys.platform} does not have")
     trial = Trial(command if target is None else [sys.executable, "-c", _TARGET, target], seconds, cwd)
-    try:
-        code = trial.measure()
-    except ProgramFailed as error:
-        code = _FAILED
-        trial.findings.append(Finding("program", "problem", str(error)))
-    *others, last = trial.findings
-    rows = [each.text.split("\t") for each in others if each.name == "run"]
+    code = trial.measure()
     if output == "json":
         print_json({**document(trial.findings), "ok": code == 0})
         return code
     encode_all(sys.stdout)
-    for each in others:
-        if each.name != "run":
-            text = ". ".join(filter(None, (each.text, each.advice)))
-            print_line(f"- {each.name}: {text}" if output == "markdown" else as_lines(each))
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *rows, strict=True)]
-    for line in [_COLUMNS, *([["---"] * len(_COLUMNS)] if output == "markdown" else []), *rows] if rows else []:
-        plain = "  ".join(map(str.ljust, line, widths)).rstrip()
-        print_line(f"| {' | '.join(line)} |" if output == "markdown" else plain)
-    print_line(f"\n{last.text}" if output == "markdown" else last.text)
+    *others, last = trial.findings
+    rows = [_COLUMNS, *(each.text.split("\t") for each in others if each.name == "run")]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    if output == "markdown":
+        lines = [
+            f"- {each.name}: {each.text}{'; ' * bool(each.advice)}{each.advice}"
+            for each in others
+            if each.name != "run"
+        ]
+        lines += ["", *(f"| {' | '.join(each)} |" for each in (rows[0], ["---"] * len(_COLUMNS), *rows[1:])), ""]
+    else:
+        lines = [as_lines(each) for each in others if each.name != "run"]
+        lines += ["  ".join(map(str.ljust, each, widths)).rstrip() for each in rows if len(rows) > 1]
+    for line in [*lines, last.text]:
+        print_line(line)
     return code
 
 
-class Contender:
-    """A loader that is compared: its name, the engine and the options of the recorder's plan, and its runs."""
+class ProgramFailed(Exception):
+    """The program ended with an error. The last lines of the text are the end of its standard error."""
 
-    def __init__(self, name: str, engine: str = "asyncloader", options: Mapping[str, Any] | None = None) -> None:
-        self.name, self.engine, self.options = name, engine, dict(options or {})
+
+class Contender:
+    """A loader that is compared: its name, whether it is installed in torch's place, its options, and its runs."""
+
+    def __init__(self, name: str, install: bool, options: Mapping[str, Any]) -> None:
+        self.name, self.install, self.options = name, install, options
         self.runs: list[RunSummary] = []
         self.skipped = 0  # 1: the fastest of several is partly the luckiest, so that its first run does not count
 
@@ -111,12 +111,25 @@ class Trial:
     def __init__(self, command: Sequence[str], seconds: float, cwd: Path | None) -> None:
         self._command, self._seconds, self._cwd = command, seconds, cwd
         self._began, self._longest, self._place = time.monotonic(), 0.0, ""
-        self._base, self._others = Contender("torch", "torch"), list[Contender]()
+        self._base, self._others = Contender("torch", False, {}), list[Contender]()
         self.findings: list[Finding] = []
 
     def measure(self) -> int:
-        """Make all runs. Returns the exit code. Raises ProgramFailed, and as `run`."""
-        before = {} if self._cwd else dict(_files())
+        """Make all runs. Returns the exit code."""
+        try:
+            self._compare()
+        except ProgramFailed as error:
+            self.findings.append(Finding("program", "problem", str(error)))
+            return _FAILED
+        for each in (self._base, *self._others):
+            self.findings.append(_row(each, self._equal(each)))
+        text = self._sentence()
+        gains = not text.startswith("no gain")
+        self.findings.append(Finding("answer", "ok" if gains else "note", text))
+        return 0 if gains else _NO_GAIN
+
+    def _compare(self) -> None:
+        before = dict(_files())
         last = self._run(self._base)
         self._describe(last)
         written = [] if self._cwd else [name for name, changed in _files() if before.get(name) != changed]
@@ -125,84 +138,43 @@ class Trial:
             advice = "if the program goes on from such files, give --cwd FOLDER: each run gets a copy of it"
             self.findings.append(Finding("files", "note", text, advice))
         self._run(self._base)
-        if self._base.engine == "torch":
-            self._others.append(Contender("asyncloader"))
+        if self._base.name == "torch":
+            self._others.append(Contender("asyncloader", True, {}))
             last = self._run(self._others[0])
-        if self._base.runs[0].wait_frac >= _HARDLY:
-            self._try_candidates(
-                next(
-                    (e["loaders"][self._place]["candidates"] for e in last.processes if self._place in e["loaders"]), []
-                )
-            )
-            self._repeat()
-        for each in (self._base, *self._others):
-            self.findings.append(_row(each, self._equal(each)))
-        text, gains = self._sentence()
-        self.findings.append(Finding("answer", "ok" if gains else "note", text))
-        return 0 if gains else _NO_GAIN
-
-    def _try_candidates(self, candidates: Sequence[Mapping[str, Any]]) -> None:
-        for options in candidates[:3]:
-            each = Contender(
-                "asyncloader, " + ", ".join(f"{key}={value!r}" for key, value in options.items()), options=options
-            )
+        if self._base.runs[0].wait_frac < _HARDLY:
+            return
+        for options in next((each[self._place]["candidates"] for each in last.processes if self._place in each), [])[
+            :3
+        ]:
+            setting = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            contender = Contender(f"asyncloader, {setting}", self._base.name == "torch", options)
             if self._has_time():
                 try:
-                    self._run(each)
-                    self._others.append(each)
+                    self._run(contender)
+                    self._others.append(contender)
                 except ProgramFailed as error:
-                    self.findings.append(Finding("setting", "note", f"{each.name}: {error}"))
-
-    def _repeat(self) -> None:
-        if self._others:
-            best = max(self._others, key=lambda each: each.runs[0].rate * (self._equal(each)[:2] != "no"))
-            best.skipped = int(bool(best.options))
-            while self._has_time() and not self._is_known(best):
-                for each in dict.fromkeys([self._base, self._others[0], best]):
-                    if self._has_time():
-                        self._run(each)
-
-    def _sentence(self) -> tuple[str, bool]:
-        base, spread = self._base, spread_of(self._base.runs)
-        waits = fmean(each.wait_frac for each in base.runs)
-        if waits < _HARDLY:
-            return f"no gain: training waits {waits:.0%} of the time", False
-        known = [(gain, each) for each in self._others if (gain := gain_of(each.runs[each.skipped :], base.runs))]
-        known = [each for each in known if each[1].skipped or not each[1].options]
-        if not known:
-            return f"no gain: there is nothing to compare with {base.name}", False
-        gain, best = max(known, key=lambda pair: pair[0].ratio)
-        setting = f"; with {best.name.partition(', ')[2]}" if best.options else ""
-        text = f"{gain.ratio:.2g} times ({gain.low:.2g} to {gain.high:.2g}; "
-        text += f"two runs of {base.name} differ by {spread:.0%}{setting})"
-        if self._equal(best)[:2] == "no":
-            return f"no gain: two runs of {base.name} gave equal batches, and asyncloader others: {text}", False
-        return (text, True) if is_gain(gain, spread) else (f"no gain: {text}", False)
-
-    def _equal(self, contender: Contender) -> str:
-        """Say whether a loader's batches are equal to those of the program as it is."""
-        one, two = self._base.runs[:2]
-        number = first_difference(one, contender.runs[0])
-        if first_difference(one, two) is not None:
-            return f"? (two runs of {self._base.name} differ)"
-        if number is not None and "num_workers" in contender.options:
-            return "? (other workers draw other random numbers)"  # as with torch's loader
-        return "yes" if number is None else f"no, from batch {number} on"
+                    self.findings.append(Finding("setting", "note", str(error)))
+        best = max(
+            self._others, key=lambda each: each.runs[0].rate * (self._equal(each)[:2] != "no"), default=self._base
+        )
+        best.skipped = int(bool(best.options))
+        while self._has_time() and best is not self._base and not self._is_known(best):
+            for each in dict.fromkeys([self._base, self._others[0], best]):
+                if self._has_time():
+                    self._run(each)
 
     def _run(self, contender: Contender) -> ProgramRun:
         left = _MOST_S - (time.monotonic() - self._began)
-        found = run_program(
-            self._command,
-            {"engine": contender.engine, "options": {self._place: contender.options}},
-            seconds=self._seconds,
-            most=left if len(self._base.runs) > 1 and self._others else _ALWAYS_S,
-            source=self._cwd,
-        )
+        most = left if len(self._base.runs) > 1 and self._others and self._others[0].runs else _ALWAYS_S
+        plan = {"install": contender.install, "options": {self._place: contender.options}}
+        found = run_program(self._command, plan, seconds=self._seconds, most=most, source=self._cwd)
         self._longest = max(self._longest, found.seconds)
         if found.code:
             text = f"with {contender.name}'s loader the program ended with exit code {found.code}:\n{found.errors}"
             raise ProgramFailed(text.strip())
-        self._place = self._place or _judging_place(found)
+        self._place = self._place or judging_place(found.processes) or ""
+        if not self._place:
+            raise ValueError(_why_nothing_was_seen(found))
         contender.runs.append(sum_up(found.processes, self._place, found.memory))
         return found
 
@@ -215,28 +187,50 @@ class Trial:
 
     def _describe(self, first: ProgramRun) -> None:
         """Append what the first run shows of the loaders to the findings."""
-        places = dict.fromkeys(place for each in first.processes for place in each["loaders"])
+        places = dict.fromkeys(place for each in first.processes for place in each)
         for place in places:
-            records = [each["loaders"][place] for each in first.processes if place in each["loaders"]]
-            engine = "asyncloader" if records[0]["ours"] else "torch"
+            records = [each[place] for each in first.processes if place in each]
+            engine, judges = "asyncloader" if records[0]["ours"] else "torch", place == self._place and len(places) > 1
             if place == self._place and records[0]["ours"]:
-                self._base = Contender("asyncloader as it is", "as it is")
-                self._base.runs.append(sum_up(first.processes, place, first.memory))
+                self._base.name = "asyncloader as it is"
             text = f"{place}: {records[0]['kind']} of {engine}, num_workers={records[0]['workers']}, "
-            text += f"{sum(each['batches'] for each in records):,} batches{'; it judges' * (place == self._place and len(places) > 1)}"
+            text += f"{sum(each['batches'] for each in records):,} batches{'; it judges' * judges}"
             self.findings.append(Finding("loader", "ok", text))
         self.findings += find_faults(first.processes, first.workers)
 
+    def _equal(self, contender: Contender) -> str:
+        """Say whether a loader's batches are equal to those of the program as it is."""
+        one, two = self._base.runs[:2]
+        number = first_difference(one, contender.runs[0])
+        if first_difference(one, two) is not None:
+            return f"not comparable: two runs of {self._base.name} differ"
+        if number is not None and "num_workers" in contender.options:
+            return "not comparable: other workers draw other random numbers"  # as with torch's loader
+        return "yes" if number is None else f"no: batch {number} differs"
 
-def _judging_place(found: ProgramRun) -> str:
-    """Return the place of the loader that judges. Raises ValueError: there is none."""
-    if (place := judging_place(found.processes)) is not None:
-        return place
+    def _sentence(self) -> str:
+        base, waits = self._base, fmean(each.wait_frac for each in self._base.runs)
+        if waits < _HARDLY:
+            return f"no gain: training waits {waits:.0%} of the time"
+        counted = [each for each in self._others if each.skipped or not each.options]
+        known = [(gain, each) for each in counted if (gain := gain_of(each.runs[each.skipped :], base.runs))]
+        if not known:
+            return f"no gain: {base.name} has nothing to be compared with"
+        gain, best = max(known, key=lambda pair: pair[0].ratio)
+        ratio, low, high = (f"{each:.2f}" if each < 2 else f"{each:.1f}" for each in gain)
+        setting = f"; with {best.name.partition(', ')[2]}" if best.options else ""
+        text = f"{ratio} times ({low} to {high}; two runs of {base.name} differ by {spread_of(base.runs):.0%}{setting})"
+        if self._equal(best).startswith("no:"):
+            return f"no gain: the batches differ from torch's, and those of two runs of torch do not; {text}"
+        return text if is_gain(gain, spread_of(base.runs)) else f"no gain: {text}"
+
+
+def _why_nothing_was_seen(found: ProgramRun) -> str:
     if "No module named 'asyncloader'" in found.errors:
-        raise ValueError("the Python that runs the program has no asyncloader: install it there")
+        return "the Python that runs the program has no asyncloader: install it there"
     if not found.began:
-        raise ValueError("no Python process ran sitecustomize, by which loaders are seen: leave out -I, -S and -E")
-    raise ValueError(f"no DataLoader gave two batches in {found.seconds:.0f} s; give more --seconds if it needs them")
+        return "no Python process ran sitecustomize, by which loaders are seen: leave out -I, -S and -E"
+    return f"no DataLoader gave two batches in {found.seconds:.0f} s; give more --seconds if it needs them"
 
 
 def _files() -> Iterator[tuple[str, int]]:
@@ -252,13 +246,10 @@ def _files() -> Iterator[tuple[str, int]]:
 
 def _row(contender: Contender, equal: str) -> Finding:
     """Return a row of the table as a finding; tabs separate its cells."""
-    runs = contender.runs
+    runs, spread = contender.runs, spread_of(contender.runs)
     rate, waits = fmean(each.rate for each in runs), fmean(each.wait_frac for each in runs)
     first, memory = min(each.first_s for each in runs), max(each.memory or 0 for each in runs)
-    spread = f" (±{spread_of(runs):.0%} in {len(runs)} runs)" if len(runs) > 1 else ""
-    times = f"{rate:.3g}{spread}", f"{waits:.0%}", f"{first:.2g} s" if first < inf else ""
-    text = "\t".join((contender.name, *times, in_bytes(memory) if memory else "", equal))
-    figures = {"options": contender.options, "runs": len(runs), "rate": rate, "spread": spread_of(runs), "equal": equal}
-    return Finding(
-        "run", "ok", text, figures={**figures, "wait_frac": waits, "first_s": first, "memory": memory or None}
-    )
+    rates = f"{rate:.3g}" + (f" (within {spread:.0%} in {len(runs)} runs)" if len(runs) > 1 else "")
+    cells = rates, f"{waits:.0%}", f"{first:.2g} s" if first < inf else "", in_bytes(memory) if memory else "", equal
+    figures = {"rate": rate, "spread": spread, "wait_frac": waits, "first_s": first, "memory": memory, "equal": equal}
+    return Finding("run", "ok", "\t".join((contender.name, *cells)), figures={"options": contender.options, **figures})

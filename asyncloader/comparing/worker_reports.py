@@ -21,31 +21,31 @@ _REPORTED = (1, 2, 4, 8, 16)  # numbers of batches after which a report is writt
 _DEPTH, _MOST = 3, 200  # of attributes that are looked at
 _DIGEST_BYTES = 1 << 20  # of each tensor, at its begin and at its end
 
-_spent = [0.0]  # in this process, and in its parent before it was forked
+STATE_SECONDS = [0.0]
+"""What `state_dict` of watched classes took in this process, and in its parent before it was forked."""
 
 
-def state_seconds() -> float:
-    """Return the seconds that `state_dict` of the watched classes took so far."""
-    return _spent[0]
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have a method call a function with the method itself as the first argument; a second call does nothing."""
+    method = getattr(owner, name)
+    if not hasattr(method, "_asyncloader_try"):
+        wrapper = functools.wraps(method)(lambda *args, **kwargs: around(method, *args, **kwargs))
+        vars(wrapper)["_asyncloader_try"] = True
+        setattr(owner, name, wrapper)
 
 
 def watch_states(kind: type[Any]) -> None:
     """Count the time of `state_dict` of a class from now on, also in workers that are forked later."""
-    owner: Any = next((each for each in kind.__mro__ if "state_dict" in vars(each)), None)
-    if owner is None or hasattr(owner.state_dict, "_asyncloader_try"):
-        return
-    save = owner.state_dict
+    if (owner := next((each for each in kind.__mro__ if "state_dict" in vars(each)), None)) is not None:
+        wrap(owner, "state_dict", _timed)
 
-    @functools.wraps(save)
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        began = perf_counter()
-        try:
-            return save(*args, **kwargs)
-        finally:
-            _spent[0] += perf_counter() - began
 
-    vars(timed)["_asyncloader_try"] = True
-    owner.state_dict = timed
+def _timed(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    began = perf_counter()
+    try:
+        return save(*args, **kwargs)
+    finally:
+        STATE_SECONDS[0] += perf_counter() - began
 
 
 class Report:
@@ -53,58 +53,40 @@ class Report:
 
     Args:
         initial: the user's `worker_init_fn`.
-        place: where the loader was made.
-        begun: number of the loader's iterators before this one.
         folder: for the report.
+        values: that the report begins with.
     """
 
-    def __init__(self, initial: Callable[[int], Any] | None, place: str, begun: int, folder: str) -> None:
-        self._initial, self._place, self._begun, self._folder = initial, place, begun, folder
+    def __init__(self, initial: Callable[[int], Any] | None, folder: str, **values: Any) -> None:
+        self._initial, self._folder, self._values = initial, folder, values
 
     def __call__(self, worker: int) -> None:
         """Begin to watch this worker."""
         if self._initial is not None:
             self._initial(worker)
-        import torch.utils.data
+        from torch.utils.data import IterableDataset, get_worker_info
         from torch.utils.data._utils import fetch
 
-        info = torch.utils.data.get_worker_info()
-        dataset: Any = None if info is None else info.dataset
-        watch_states(type(dataset))
-        first, began, spent = generators(dataset), perf_counter(), state_seconds()
-        batches: list[int] = []
-        streams = isinstance(dataset, torch.utils.data.IterableDataset)
-        values = {"place": self._place, "begun": self._begun, "worker": worker, "batches": batches, "streams": streams}
-        file = Path(self._folder) / f"worker-{os.getpid()}.json"
+        self._dataset: Any = getattr(get_worker_info(), "dataset", None)
+        watch_states(type(self._dataset))
+        self._first, self._began, self._spent = generators(self._dataset), perf_counter(), STATE_SECONDS[0]
+        self._values |= {"worker": worker, "batches": [], "streams": isinstance(self._dataset, IterableDataset)}
+        wrap(fetch._MapDatasetFetcher, "fetch", self._fetch)
+        wrap(fetch._IterableDatasetFetcher, "fetch", self._fetch)
 
-        def took(batch: Any) -> None:
-            if len(batches) >= _REPORTED[-1]:
-                return
-            batches.append(digest(batch) if streams else 0)
-            if len(batches) in _REPORTED:
-                now = generators(dataset)
-                values["drawn"] = {
-                    name: state
-                    for name, (each, state) in first.items()
-                    if name in now and now[name][0] is each and now[name][1] != state
-                }
-                values["state_s"], values["seconds"] = state_seconds() - spent, perf_counter() - began
+    def _fetch(self, fetch: Callable[..., Any], fetcher: Any, index: Any) -> Any:
+        batch, values = fetch(fetcher, index), self._values
+        if len(values["batches"]) < _REPORTED[-1]:
+            values["batches"].append(digest(batch) if values["streams"] else 0)
+            if len(values["batches"]) in _REPORTED:
+                now, first = generators(self._dataset), self._first
+                # A generator that has taken the place of another was seeded here.
+                same = [name for name in first if name in now and now[name][0] is first[name][0]]
+                values["drawn"] = {name: first[name][1] for name in same if now[name][1] != first[name][1]}
+                values["seconds"], values["state_s"] = perf_counter() - self._began, STATE_SECONDS[0] - self._spent
                 with suppress(OSError):  # the folder is removed when the run has ended
-                    file.write_text(json.dumps(values))
-
-        for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            _watch_fetch(kind, took)
-
-
-def _watch_fetch(kind: Any, took: Callable[[Any], None]) -> None:
-    fetch = kind.fetch
-
-    def watched(self: Any, index: Any) -> Any:
-        batch = fetch(self, index)
-        took(batch)
+                    Path(self._folder, f"worker-{os.getpid()}.json").write_text(json.dumps(values))
         return batch
-
-    kind.fetch = watched
 
 
 def generators(dataset: Any) -> dict[str, tuple[Any, int]]:
@@ -112,23 +94,21 @@ def generators(dataset: Any) -> dict[str, tuple[Any, int]]:
     global ones, those in the dataset's attributes, and those in the module of its class.
     """
     torch, numpy, name = sys.modules["torch"], sys.modules.get("numpy"), type(dataset).__module__
-    states: dict[str, tuple[Any, Any]] = {
+    found: dict[str, tuple[Any, Any]] = {
         "random": (None, repr(random.getstate())),
         "torch": (None, torch.get_rng_state()),
     }
     if numpy is not None:
-        states["numpy.random"] = None, numpy.random.get_state()
+        found["numpy.random"] = None, numpy.random.get_state()
     others = [(f"{name}.{each}", value) for each, value in vars(sys.modules.get(name, sys)).items()]
     for path, each in [*attributes(dataset), *others]:
         if isinstance(each, torch.Generator):
-            states[path] = each, each.get_state()
+            found[path] = each, each.get_state()
         elif type(each) is random.Random:
-            states[path] = each, repr(each.getstate())
-        elif numpy is not None and isinstance(each, numpy.random.Generator):
-            states[path] = each, each.bit_generator.state
-        elif numpy is not None and isinstance(each, numpy.random.RandomState):
-            states[path] = each, each.get_state()
-    return {path: (each, digest(state)) for path, (each, state) in states.items()}
+            found[path] = each, repr(each.getstate())
+        elif numpy is not None and isinstance(each, numpy.random.Generator | numpy.random.RandomState):
+            found[path] = each, each.bit_generator.state if hasattr(each, "bit_generator") else each.get_state()
+    return {path: (each, digest(state)) for path, (each, state) in found.items()}
 
 
 def attributes(dataset: Any) -> Iterator[tuple[str, Any]]:

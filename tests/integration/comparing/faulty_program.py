@@ -32,7 +32,7 @@ class Draws(Dataset[Any]):
     def __getitem__(self, index: int) -> torch.Tensor:
         match self.source:
             case "numpy":
-                return torch.tensor(np.random.random())  # noqa: NPY002 - what users write
+                return torch.tensor(np.random.random())
             case "numpy_rng":
                 return torch.tensor(self.numpy_rng.random())
             case "random_rng":
@@ -67,11 +67,11 @@ class OwnSeed(Draws):
 
 
 def seed_alike(worker: int) -> None:
-    np.random.seed(torch.initial_seed() % 2**32 if CLEAN else 7)  # noqa: NPY002
+    np.random.seed(torch.initial_seed() % 2**32 if CLEAN else 7)
 
 
 def seed_by_worker(worker: int) -> None:
-    np.random.seed(torch.initial_seed() % 2**32 if CLEAN else worker)  # noqa: NPY002
+    np.random.seed(torch.initial_seed() % 2**32 if CLEAN else worker)
 
 
 def read(loader: DataLoader[Any], epochs: int = 2) -> None:

@@ -32,7 +32,7 @@ def faults_of(*arguments: str) -> dict[str, set[str]]:
     """Run the program; return the faults that are found, by the functions that make the loaders."""
     run = run_program(
         [sys.executable, str(PROGRAM), *arguments],
-        {"engine": "torch", "options": {}},
+        {"install": False, "options": {}},
         seconds=60.0,
         most=60.0,
         source=None,
@@ -44,7 +44,7 @@ def faults_of(*arguments: str) -> dict[str, set[str]]:
         line = int(each.text.partition(":")[2].split(":")[0].split(",")[0])
         name = next(each.name for each in functions if each.lineno <= line <= (each.end_lineno or 0))
         found[name].add(each.name)
-    assert len({place for each in run.processes for place in each["loaders"]}) == len(NAMED)
+    assert len({place for each in run.processes for place in each}) == len(NAMED)
     return found
 
 
