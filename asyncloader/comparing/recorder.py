@@ -22,7 +22,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from asyncloader.comparing.worker_reports import STATE_SECONDS, Report, attributes, digest, watch_states, wrap
+from asyncloader.comparing.worker_reports import STATE_SECONDS, WorkerReport, attributes, digest, watch_states, wrap
 from asyncloader.process_hooks import at_exit
 
 PLAN = "ASYNCLOADER_TRY"
@@ -39,7 +39,7 @@ def begin() -> None:
     """Wrap the loaders of this process as soon as their modules are imported."""
     folder = Path(os.environ[PLAN])
     (folder / f"began-{os.getpid()}").touch()
-    recorder = Recorder(folder, **json.loads((folder / "plan.json").read_text()))
+    recorder = ProgramRecorder(folder, **json.loads((folder / "plan.json").read_text()))
     wraps = {"torch.utils.data.dataloader": recorder.wrap_torch, "asyncloader.loader": recorder.wrap_ours}
     sys.meta_path.insert(0, _AfterImport(wraps))
 
@@ -72,7 +72,7 @@ class LoaderRecord:
         self.candidates: list[dict[str, Any]] = []
 
 
-class _Reading:
+class _EpochReading:
     """An iterator's epoch; `begin_s`: seconds that `iter()` took."""
 
     def __init__(self, record: LoaderRecord, loader: Any, begin_s: float) -> None:
@@ -80,7 +80,7 @@ class _Reading:
         self.taken, self.ended, self.inside = 0, False, False
 
 
-class Recorder:
+class ProgramRecorder:
     """The records of this process.
 
     Args:
@@ -145,7 +145,7 @@ class Recorder:
             watch_states(type(loader))
             self._compare_attributes(loader, record)
             if record.workers:  # torch's iterator reads the attribute while it starts them
-                loader.worker_init_fn = Report(own, str(self._folder), place=place, begun=record.begins)
+                loader.worker_init_fn = WorkerReport(own, str(self._folder), place=place, begun=record.begins)
         began = perf_counter()
         try:
             iterator = begin_epoch(loader)
@@ -156,7 +156,7 @@ class Recorder:
         samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None), loader.batch_sampler
         if any(hasattr(each, "set_epoch") and getattr(each, "shuffle", True) for each in samplers):
             record.orders = [*record.orders, self._orders.setdefault(iterator, [0, 0])][:_EPOCHS]
-        self._readings[loader] = self._readings[iterator] = _Reading(record, loader, perf_counter() - began)
+        self._readings[loader] = self._readings[iterator] = _EpochReading(record, loader, perf_counter() - began)
         wrap(next(each for each in type(iterator).__mro__ if "__next__" in vars(each)), "__next__", self._next)
         return iterator
 

@@ -48,7 +48,7 @@ def _timed(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         STATE_SECONDS[0] += perf_counter() - began
 
 
-class Report:
+class WorkerReport:
     """Takes the place of `worker_init_fn` of torch's loader: calls that, and watches the worker from then on.
 
     Args:
