@@ -56,14 +56,8 @@ class ProgramRun(NamedTuple):
 def run_program(
     command: Sequence[str], plan: Mapping[str, Any], *, seconds: float, most: float, source: Path | None
 ) -> ProgramRun:
-    """Run a program.
-
-    Args:
-        command: the program and its arguments.
-        plan: of the recorder.
-        seconds: after which it is ended, from its first batch on.
-        most: the same from its start on.
-        source: folder of which a copy is the program's working directory; None: the current directory.
+    """Run a program, with a copy of the folder `source` as its working directory (None: in the current one), so many
+    seconds from its first batch on, but no longer than `most`. `plan` has the arguments of `ProgramRecorder`.
 
     Raises:
         OSError: the program cannot be started, or the folder not be copied.

@@ -81,12 +81,8 @@ class _EpochReading:
 
 
 class ProgramRecorder:
-    """The records of this process.
-
-    Args:
-        folder: of the run.
-        install: whether torch's class is to make our loaders.
-        options: of ours, by the places where they are made.
+    """The records of this process. `install`: torch's class is to make our loaders. `options`: of ours, by the places
+    where they are made.
     """
 
     def __init__(self, folder: Path, install: bool, options: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from asyncloader.commands.findings import Finding, as_lines, document, in_bytes
+from asyncloader.commands.findings import Finding, as_lines, document, in_bytes, printable
 from asyncloader.commands.terminal import encode_all, print_json, print_line
 from asyncloader.comparing.faults import find_faults
 from asyncloader.comparing.program_run import ProgramRun, run_program
@@ -44,15 +44,8 @@ while any([True for _ in loader]): pass"""
 
 
 def run(target: str | None, command: Sequence[str], seconds: float, cwd: Path | None, output: str) -> int:
-    """Compare a program's loaders, and print the result. Returns the exit code: 0 for a gain, 3 for none, 1 if the
-    program failed.
-
-    Args:
-        target: ``"module:make_loader"``, in place of a program; or None.
-        command: the program and its arguments.
-        seconds: of each run, from its first batch on.
-        cwd: folder of which each run gets a copy as its working directory; None: all run in the current one.
-        output: "text", "json" or "markdown".
+    """Compare a program's loaders, and print the result as `output` says ("text", "json" or "markdown"). Returns the
+    exit code. The other arguments are those of the command line.
 
     Raises:
         OSError: the program cannot be started.
@@ -72,18 +65,14 @@ def run(target: str | None, command: Sequence[str], seconds: float, cwd: Path | 
     encode_all(sys.stdout)
     *others, last = trial.findings
     rows = [_COLUMNS, *(each.text.split("\t") for each in others if each.name == "run")]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    notes = [each for each in others if each.name != "run"]
     if output == "markdown":
-        lines = [
-            f"- {each.name}: {each.text}{'; ' * bool(each.advice)}{each.advice}"
-            for each in others
-            if each.name != "run"
-        ]
-        lines += ["", *(f"| {' | '.join(each)} |" for each in (rows[0], ["---"] * len(_COLUMNS), *rows[1:])), ""]
+        lines = [f"- {each.name}: {'. '.join(filter(None, (each.text, each.advice)))}" for each in notes]
+        lines += ["", *(f"| {' | '.join(each)} |" for each in (_COLUMNS, ["---"] * len(_COLUMNS), *rows[1:])), ""]
     else:
-        lines = [as_lines(each) for each in others if each.name != "run"]
-        lines += ["  ".join(map(str.ljust, each, widths)).rstrip() for each in rows if len(rows) > 1]
-    for line in [*lines, last.text]:
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [*map(as_lines, notes), *("  ".join(map(str.ljust, each, widths)).rstrip() for each in rows)]
+    for line in [*(lines if len(rows) > 1 else map(as_lines, notes)), *map(printable, last.text.split("\n"))]:
         print_line(line)
     return code
 
@@ -102,11 +91,7 @@ class Contender:
 
 
 class Trial:
-    """Runs a program in turns.
-
-    Attributes:
-        findings: so far; the last is the answer, once `measure` has returned.
-    """
+    """Runs a program in turns. `findings` are those so far; once `measure` has returned, the last is the answer."""
 
     def __init__(self, command: Sequence[str], seconds: float, cwd: Path | None) -> None:
         self._command, self._seconds, self._cwd = command, seconds, cwd
@@ -124,9 +109,8 @@ class Trial:
         for each in (self._base, *self._others):
             self.findings.append(_row(each, self._equal(each)))
         text = self._sentence()
-        gains = not text.startswith("no gain")
-        self.findings.append(Finding("answer", "ok" if gains else "note", text))
-        return 0 if gains else _NO_GAIN
+        self.findings.append(Finding("answer", "note" if text.startswith("no gain") else "ok", text))
+        return _NO_GAIN if text.startswith("no gain") else 0
 
     def _compare(self) -> None:
         before = dict(_files())
@@ -143,20 +127,18 @@ class Trial:
             last = self._run(self._others[0])
         if self._base.runs[0].wait_frac < _HARDLY:
             return
-        for options in next((each[self._place]["candidates"] for each in last.processes if self._place in each), [])[
-            :3
-        ]:
+        records = [each[self._place] for each in last.processes if self._place in each]
+        for options in records[0]["candidates"][:3] if records else ():
             setting = ", ".join(f"{name}={value!r}" for name, value in options.items())
-            contender = Contender(f"asyncloader, {setting}", self._base.name == "torch", options)
-            if self._has_time():
-                try:
-                    self._run(contender)
-                    self._others.append(contender)
-                except ProgramFailed as error:
-                    self.findings.append(Finding("setting", "note", str(error)))
-        best = max(
-            self._others, key=lambda each: each.runs[0].rate * (self._equal(each)[:2] != "no"), default=self._base
-        )
+            self._others.append(Contender(f"asyncloader, {setting}", self._base.name == "torch", options))
+            try:
+                if self._has_time():
+                    self._run(self._others[-1])
+            except ProgramFailed as error:
+                self.findings.append(Finding("setting", "note", str(error)))
+        self._others = [each for each in self._others if each.runs]
+        rates = [each.runs[0].rate * (not self._equal(each).startswith("no:")) for each in self._others] or [0.0]
+        best = [*self._others, self._base][rates.index(max(rates))]
         best.skipped = int(bool(best.options))
         while self._has_time() and best is not self._base and not self._is_known(best):
             for each in dict.fromkeys([self._base, self._others[0], best]):

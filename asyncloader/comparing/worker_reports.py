@@ -49,12 +49,8 @@ def _timed(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class WorkerReport:
-    """Takes the place of `worker_init_fn` of torch's loader: calls that, and watches the worker from then on.
-
-    Args:
-        initial: the user's `worker_init_fn`.
-        folder: for the report.
-        values: that the report begins with.
+    """Takes the place of `worker_init_fn` of torch's loader: calls that, watches the worker from then on, and writes a
+    report into the folder, which begins with these values.
     """
 
     def __init__(self, initial: Callable[[int], Any] | None, folder: str, **values: Any) -> None:
@@ -130,11 +126,12 @@ def digest(value: Any, depth: int = 0) -> int:
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple) and depth < 8:
         return zlib.crc32(repr([digest(each, depth + 1) for each in value[:256]]).encode())
+    array: Any = value
     with suppress(Exception):  # sparse and other tensors, and arrays of objects, have no bytes
-        if hasattr(value, "detach"):
-            value = value.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8).numpy()
-        if hasattr(value, "tobytes"):
-            flat, most = value.reshape(-1), max(1, _DIGEST_BYTES // value.itemsize)
+        if hasattr(array, "detach"):
+            array = array.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8).numpy()
+        if hasattr(array, "tobytes"):
+            flat, most = array.reshape(-1), max(1, _DIGEST_BYTES // array.itemsize)
             return zlib.crc32(flat[-most:].tobytes(), zlib.crc32(flat[:most].tobytes(), flat.size))
     plain = isinstance(value, int | float | complex | str | bytes | None)
     return zlib.crc32((repr(value) if plain else type(value).__name__).encode())

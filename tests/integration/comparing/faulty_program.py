@@ -37,6 +37,8 @@ class Draws(Dataset[Any]):
                 return torch.tensor(self.numpy_rng.random())
             case "random_rng":
                 return torch.tensor(self.random_rng.random())
+            case _:
+                pass
         return torch.tensor(float(index * self.strength))
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +108,7 @@ def stale() -> None:
 
 
 def same_order() -> None:
-    sampler = DistributedSampler(Draws(), 2, 0)
+    sampler: DistributedSampler[Any] = DistributedSampler(Draws(), 2, 0)
     loader = DataLoader(Draws(), 4, sampler=sampler)
     for epoch in range(2):
         if CLEAN:
