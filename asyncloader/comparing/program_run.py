@@ -104,7 +104,8 @@ def _end(program: subprocess.Popen[bytes], folder: str) -> None:
     with suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGTERM)
     until = time.monotonic() + _GRACE_S
-    while program.poll() is None or _members(program.pid, folder):
+    # One that a driver holds cannot be killed, and is left.
+    while (program.poll() is None or _members(program.pid, folder)) and time.monotonic() < until + _GRACE_S:
         if time.monotonic() > until:
             with suppress(ProcessLookupError):
                 program.kill()

@@ -94,10 +94,10 @@ class ProgramRecorder:
 
     def wrap_torch(self, module: Any) -> None:
         """Wrap torch's DataLoader, and the method by which its iterators ask for indices."""
-        self._kind = module.DataLoader
+        self._kind, self._iterators = module.DataLoader, module._BaseDataLoaderIter
         wrap(self._kind, "__init__", self._make)
         wrap(self._kind, "__iter__", self._begin)
-        wrap(module._BaseDataLoaderIter, "_next_index", self._ask)
+        wrap(self._iterators, "_next_index", self._ask)
 
     def wrap_ours(self, module: Any) -> None:
         """Have the constructor of our DataLoader take the options of the plan."""
@@ -139,7 +139,8 @@ class ProgramRecorder:
         if not record.ours:
             watch_states(type(loader.dataset))
             watch_states(type(loader))
-            self._compare_attributes(loader, record)
+            with suppress(Exception):  # of the user's attributes
+                self._compare_attributes(loader, record)
             if record.workers:  # torch's iterator reads the attribute while it starts them
                 loader.worker_init_fn = WorkerReport(own, str(self._folder), place=place, begun=record.begins)
         began = perf_counter()
@@ -148,6 +149,8 @@ class ProgramRecorder:
         finally:
             if not record.ours:
                 loader.worker_init_fn = own
+        if not isinstance(iterator, self._iterators):  # that of a subclass's own engine
+            return iterator
         record.begins += 1
         samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None), loader.batch_sampler
         if any(hasattr(each, "set_epoch") and getattr(each, "shuffle", True) for each in samplers):

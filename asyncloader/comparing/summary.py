@@ -79,9 +79,11 @@ def _variance(points: Sequence[Sequence[float]]) -> float:
 
 
 def spread_of(runs: Sequence[RunSummary]) -> float:
-    """Return the part by which the fastest of some runs exceeds the slowest."""
+    """Return the part by which one of two successive runs exceeds the other, on average; 0 for a single run."""
     rates = [each.rate for each in runs]
-    return max(rates) / min(rates) - 1.0 if min(rates) > 0 else inf
+    if min(rates) <= 0:
+        return inf
+    return exp(fmean(abs(log(one / other)) for one, other in pairwise(rates)) if len(rates) > 1 else 0.0) - 1.0
 
 
 def gain_of(runs: Sequence[RunSummary], others: Sequence[RunSummary]) -> Gain | None:

@@ -148,6 +148,8 @@ class Trial:
     def _run(self, contender: Contender) -> ProgramRun:
         left = _MOST_S - (time.monotonic() - self._began)
         most = left if len(self._base.runs) > 1 and self._others and self._others[0].runs else _ALWAYS_S
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(f"running with {contender.name}'s loader ...", file=sys.stderr)  # noqa: T201 - a command's own words
         plan = {"install": contender.install, "options": {self._place: contender.options}}
         found = run_program(self._command, plan, seconds=self._seconds, most=most, source=self._cwd)
         self._longest = max(self._longest, found.seconds)
@@ -231,7 +233,7 @@ def _row(contender: Contender, equal: str) -> Finding:
     runs, spread = contender.runs, spread_of(contender.runs)
     rate, waits = fmean(each.rate for each in runs), fmean(each.wait_frac for each in runs)
     first, memory = min(each.first_s for each in runs), max(each.memory or 0 for each in runs)
-    rates = f"{rate:.3g}" + (f" (within {spread:.0%} in {len(runs)} runs)" if len(runs) > 1 else "")
+    rates = f"{rate:.3g}" + (f" ±{spread:.0%} in {len(runs)} runs" if len(runs) > 1 else "")
     cells = rates, f"{waits:.0%}", f"{first:.2g} s" if first < inf else "", in_bytes(memory) if memory else "", equal
     figures = {"rate": rate, "spread": spread, "wait_frac": waits, "first_s": first, "memory": memory, "equal": equal}
     return Finding("run", "ok", "\t".join((contender.name, *cells)), figures={"options": contender.options, **figures})

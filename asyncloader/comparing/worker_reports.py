@@ -60,6 +60,10 @@ class WorkerReport:
         """Begin to watch this worker."""
         if self._initial is not None:
             self._initial(worker)
+        with suppress(Exception):  # of the user's attributes
+            self._watch(worker)
+
+    def _watch(self, worker: int) -> None:
         from torch.utils.data import IterableDataset, get_worker_info
         from torch.utils.data._utils import fetch
 
@@ -71,7 +75,12 @@ class WorkerReport:
         wrap(fetch._IterableDatasetFetcher, "fetch", self._fetch)
 
     def _fetch(self, fetch: Callable[..., Any], fetcher: Any, index: Any) -> Any:
-        batch, values = fetch(fetcher, index), self._values
+        batch = fetch(fetcher, index)
+        with suppress(Exception):  # of the user's attributes; and the folder is removed when the run has ended
+            self._report(batch, self._values)
+        return batch
+
+    def _report(self, batch: Any, values: dict[str, Any]) -> None:
         if len(values["batches"]) < _REPORTED[-1]:
             values["batches"].append(digest(batch) if values["streams"] else 0)
             if len(values["batches"]) in _REPORTED:
@@ -80,9 +89,7 @@ class WorkerReport:
                 same = [name for name in first if name in now and now[name][0] is first[name][0]]
                 values["drawn"] = {name: first[name][1] for name in same if now[name][1] != first[name][1]}
                 values["seconds"], values["state_s"] = perf_counter() - self._began, STATE_SECONDS[0] - self._spent
-                with suppress(OSError):  # the folder is removed when the run has ended
-                    Path(self._folder, f"worker-{os.getpid()}.json").write_text(json.dumps(values))
-        return batch
+                Path(self._folder, f"worker-{os.getpid()}.json").write_text(json.dumps(values))
 
 
 def generators(dataset: Any) -> dict[str, tuple[Any, int]]:
@@ -98,11 +105,11 @@ def generators(dataset: Any) -> dict[str, tuple[Any, int]]:
         found["numpy.random"] = None, numpy.random.get_state()
     others = [(f"{name}.{each}", value) for each, value in vars(sys.modules.get(name, sys)).items()]
     for path, each in [*attributes(dataset), *others]:
-        if isinstance(each, torch.Generator):
+        if issubclass(type(each), torch.Generator):  # `isinstance` would ask proxies, which may import or raise
             found[path] = each, each.get_state()
         elif type(each) is random.Random:
             found[path] = each, repr(each.getstate())
-        elif numpy is not None and isinstance(each, numpy.random.Generator | numpy.random.RandomState):
+        elif numpy is not None and issubclass(type(each), numpy.random.Generator | numpy.random.RandomState):
             found[path] = each, each.bit_generator.state if hasattr(each, "bit_generator") else each.get_state()
     return {path: (each, digest(state)) for path, (each, state) in found.items()}
 

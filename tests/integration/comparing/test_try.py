@@ -17,6 +17,7 @@ import pytest
 
 from asyncloader.__main__ import main
 from asyncloader.comparing import try_command
+from asyncloader.comparing.faults import find_faults
 from asyncloader.comparing.program_run import ProgramRun, run_program
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.spawns]
@@ -184,7 +185,9 @@ def test_trainers_of_all_kinds(text: str, write: Write) -> None:
     if package is not None and find_spec(package[0]) is None:
         pytest.skip(f"{package[0]} is not installed")
     file = write(text)
-    (theirs,) = ran(file, install=False).processes
+    run = ran(file, install=False)
+    assert {each.name for each in find_faults(run.processes, run.workers)} <= {"workers start anew"}
+    (theirs,) = run.processes
     (place,) = theirs
     (ours,) = ran(file, install=True, options={place: {"num_workers": 3}}).processes
     assert (theirs[place]["ours"], ours[place]["ours"], ours[place]["workers"]) == (False, True, 3)
