@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 from asyncloader.comparing.worker_reports import STATE_SECONDS, WorkerReport, attributes, digest, watch_states, wrap
@@ -62,6 +63,7 @@ class LoaderRecord:
     def __init__(self, loader: Any) -> None:
         self.kind, self.workers, self.persistent = type(loader).__name__, loader.num_workers, loader.persistent_workers
         self.ours = any(each.__module__ == "asyncloader.options.declaration" for each in type(loader).__mro__)
+        self.process = os.getpid()  # by which the reports of its workers are found
         self.batches = self.begins = self.singles = 0  # singles: iterators that were left after their first batch
         self.first_s: float | None = None  # from `iter()` to the first batch; start_s: of all later iterators
         self.start_s = self.waited = self.state_s = 0.0
@@ -70,14 +72,6 @@ class LoaderRecord:
         self.orders: list[list[int]] = []  # of epochs whose sampler has `set_epoch`: number of indices, their digest
         self.stale: dict[str, str] = {}
         self.candidates: list[dict[str, Any]] = []
-
-
-class _EpochReading:
-    """An iterator's epoch; `begin_s`: seconds that `iter()` took."""
-
-    def __init__(self, record: LoaderRecord, loader: Any, begin_s: float) -> None:
-        self.record, self.loader, self.begin_s = record, weakref.ref(loader), begin_s
-        self.taken, self.ended, self.inside = 0, False, False
 
 
 class ProgramRecorder:
@@ -142,7 +136,9 @@ class ProgramRecorder:
             with suppress(Exception):  # of the user's attributes
                 self._compare_attributes(loader, record)
             if record.workers:  # torch's iterator reads the attribute while it starts them
-                loader.worker_init_fn = WorkerReport(own, str(self._folder), place=place, begun=record.begins)
+                loader.worker_init_fn = WorkerReport(
+                    own, str(self._folder), place=place, begun=record.begins, process=self._pid
+                )
         began = perf_counter()
         try:
             iterator = begin_epoch(loader)
@@ -155,7 +151,9 @@ class ProgramRecorder:
         samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None), loader.batch_sampler
         if any(hasattr(each, "set_epoch") and getattr(each, "shuffle", True) for each in samplers):
             record.orders = [*record.orders, self._orders.setdefault(iterator, [0, 0])][:_EPOCHS]
-        self._readings[loader] = self._readings[iterator] = _EpochReading(record, loader, perf_counter() - began)
+        reading = SimpleNamespace(record=record, loader=weakref.ref(loader), begin_s=perf_counter() - began)
+        self._readings[loader] = self._readings[iterator] = reading
+        reading.taken, reading.ended, reading.inside = 0, False, False
         wrap(next(each for each in type(iterator).__mro__ if "__next__" in vars(each)), "__next__", self._next)
         return iterator
 

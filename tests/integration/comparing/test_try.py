@@ -34,6 +34,9 @@ class Numbers(Dataset):
     def __len__(self): return 400
     def __getitem__(self, index): return torch.full((4,), float(index))
 
+class Noise(Numbers):
+    def __getitem__(self, index): return torch.rand(4)
+
 class Slow(Dataset):
     def __len__(self): return 80
     def __getitem__(self, index):
@@ -62,8 +65,9 @@ if __name__ == "__main__":
 """
 RANKS = """
 def train(rank):
+    torch.manual_seed(0)
     sampler = DistributedSampler(Numbers(), 2, rank)
-    loader = DataLoader(Numbers(), batch_size=4, sampler=sampler)
+    loader = DataLoader(Noise(), batch_size=4, sampler=sampler, num_workers=1, persistent_workers=True)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for batch in loader: step(batch)
@@ -132,8 +136,8 @@ def test_a_gain(write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert main(["try", "--seconds", "1.5", "--markdown", "--", sys.executable, "train.py"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[\d.]+ times \([\d.]+ to [\d.]+; two runs of torch differ by \d+%.*\)", told[-1])
-    assert any("train.py:22: DataLoader of torch, num_workers=1" in line and "it judges" in line for line in told)
-    assert any("train.py:23: DataLoader of torch, num_workers=0" in line for line in told)
+    assert any("train.py:25: DataLoader of torch, num_workers=1" in line and "it judges" in line for line in told)
+    assert any("train.py:26: DataLoader of torch, num_workers=0" in line for line in told)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in told if line.startswith("| ")]
     assert [row[0] for row in rows[:4]] == ["loader", "---", "torch", "asyncloader"]
     assert all(len(row) == 6 and row[4].endswith("MiB") and row[5] == "yes" for row in rows[2:4])
@@ -162,9 +166,10 @@ def test_ranks_are_child_processes(write: Write) -> None:
     for install in (False, True):
         found = ran(file, install=install)
         assert len(found.processes) == 2
+        assert find_faults(found.processes, found.workers) == []  # equal seeds of ranks are none
         for each in found.processes:
             ((place, record),) = each.items()
-            assert place.startswith("train.py:22")
+            assert place.startswith("train.py:26")
             assert (record["ours"], record["batches"], record["begins"]) == (install, 100, 2)
             assert len(record["orders"]) == 2
             assert record["orders"][0] != record["orders"][1] or install
