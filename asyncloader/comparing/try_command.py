@@ -19,17 +19,9 @@ from typing import Any
 
 from asyncloader.commands.findings import Finding, as_lines, document, in_bytes, printable
 from asyncloader.commands.terminal import encode_all, print_json, print_line
+from asyncloader.comparing import summary
 from asyncloader.comparing.faults import find_faults
 from asyncloader.comparing.program_run import ProgramRun, run_program
-from asyncloader.comparing.summary import (
-    RunSummary,
-    first_difference,
-    gain_of,
-    is_gain,
-    judging_place,
-    spread_of,
-    sum_up,
-)
 
 _MOST_S, _ALWAYS_S = 300.0, 100.0  # for all runs; for each of the first three, which are always made
 _HARDLY = 0.05  # a program that waits for a smaller share of its time can gain nothing
@@ -86,7 +78,7 @@ class Contender:
 
     def __init__(self, name: str, install: bool, options: Mapping[str, Any]) -> None:
         self.name, self.install, self.options = name, install, options
-        self.runs: list[RunSummary] = []
+        self.runs: list[summary.RunSummary] = []
         self.skipped = 0  # 1: the fastest of several is partly the luckiest, so that its first run does not count
 
 
@@ -156,17 +148,17 @@ class Trial:
         if found.code:
             text = f"with {contender.name}'s loader the program ended with exit code {found.code}:\n{found.errors}"
             raise ProgramFailed(text.strip())
-        self._place = self._place or judging_place(found.processes) or ""
+        self._place = self._place or summary.judging_place(found.processes) or ""
         if not self._place:
             raise ValueError(_why_nothing_was_seen(found))
-        contender.runs.append(sum_up(found.processes, self._place, found.memory))
+        contender.runs.append(summary.sum_up(found.processes, self._place, found.memory))
         return found
 
     def _has_time(self) -> bool:
         return time.monotonic() - self._began + self._longest < _MOST_S
 
     def _is_known(self, best: Contender) -> bool:
-        gain = gain_of(best.runs[best.skipped :], self._base.runs)
+        gain = summary.gain_of(best.runs[best.skipped :], self._base.runs)
         return gain is not None and len(self._base.runs) > 2 and gain.high < _NARROW * gain.low
 
     def _describe(self, first: ProgramRun) -> None:
@@ -185,8 +177,8 @@ class Trial:
     def _equal(self, contender: Contender) -> str:
         """Say whether a loader's batches are equal to those of the program as it is."""
         one, two = self._base.runs[:2]
-        number = first_difference(one, contender.runs[0])
-        if first_difference(one, two) is not None:
+        number = summary.first_difference(one, contender.runs[0])
+        if summary.first_difference(one, two) is not None:
             return f"not comparable: two runs of {self._base.name} differ"
         if number is not None and "num_workers" in contender.options:
             return "not comparable: other workers draw other random numbers"  # as with torch's loader
@@ -194,19 +186,20 @@ class Trial:
 
     def _sentence(self) -> str:
         base, waits = self._base, fmean(each.wait_frac for each in self._base.runs)
+        spread = summary.spread_of(base.runs)
         if waits < _HARDLY:
             return f"no gain: training waits {waits:.0%} of the time"
         counted = [each for each in self._others if each.skipped or not each.options]
-        known = [(gain, each) for each in counted if (gain := gain_of(each.runs[each.skipped :], base.runs))]
+        known = [(gain, each) for each in counted if (gain := summary.gain_of(each.runs[each.skipped :], base.runs))]
         if not known:
             return f"no gain: {base.name} has nothing to be compared with"
         gain, best = max(known, key=lambda pair: pair[0].ratio)
         ratio, low, high = (f"{each:.2f}" if each < 2 else f"{each:.1f}" for each in gain)
         setting = f"; with {best.name.partition(', ')[2]}" if best.options else ""
-        text = f"{ratio} times ({low} to {high}; two runs of {base.name} differ by {spread_of(base.runs):.0%}{setting})"
+        text = f"{ratio} times ({low} to {high}; two runs of {base.name} differ by {spread:.0%}{setting})"
         if self._equal(best).startswith("no:"):
             return f"no gain: the batches differ from torch's, and those of two runs of torch do not; {text}"
-        return text if is_gain(gain, spread_of(base.runs)) else f"no gain: {text}"
+        return text if summary.is_gain(gain, spread) else f"no gain: {text}"
 
 
 def _why_nothing_was_seen(found: ProgramRun) -> str:
@@ -214,7 +207,7 @@ def _why_nothing_was_seen(found: ProgramRun) -> str:
         return "the Python that runs the program has no asyncloader: install it there"
     if not found.began:
         return "no Python process ran sitecustomize, by which loaders are seen: leave out -I, -S and -E"
-    return f"no DataLoader gave two batches in {found.seconds:.0f} s; give more --seconds if it needs them"
+    return f"no DataLoader gave two batches: a program has {_ALWAYS_S:g} s until the first, and --seconds from then on"
 
 
 def _files() -> Iterator[tuple[str, int]]:
@@ -230,7 +223,7 @@ def _files() -> Iterator[tuple[str, int]]:
 
 def _row(contender: Contender, equal: str) -> Finding:
     """Return a row of the table as a finding; tabs separate its cells."""
-    runs, spread = contender.runs, spread_of(contender.runs)
+    runs, spread = contender.runs, summary.spread_of(contender.runs)
     rate, waits = fmean(each.rate for each in runs), fmean(each.wait_frac for each in runs)
     first, memory = min(each.first_s for each in runs), max(each.memory or 0 for each in runs)
     rates = f"{rate:.3g}" + (f" ±{spread:.0%} in {len(runs)} runs" if len(runs) > 1 else "")

@@ -217,7 +217,7 @@ def test_the_sitecustomize_that_is_shadowed_runs(write: Write, tmp_path: Path, m
         (["--", "no-such-program"], "[Errno 2] No such file or directory: 'no-such-program'"),
         (
             ["--", sys.executable, "-c", "pass"],
-            "no DataLoader gave two batches in 0 s; give more --seconds if it needs them",
+            "no DataLoader gave two batches: a program has 100 s until the first, and --seconds from then on",
         ),
         (
             ["--", sys.executable, "-I", "-c", "pass"],
