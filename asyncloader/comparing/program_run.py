@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,11 +81,11 @@ def run_program(
                 stderr=errors,
                 start_new_session=True,
             )
-        until = began + most
+        until = inf
         try:
-            while (code := program.poll()) is None and (now := time.monotonic()) < until:
-                if until == began + most and any(folder.glob("process-*.json")):
-                    until = min(until - 1e-6, now + seconds)
+            while (code := program.poll()) is None and (now := time.monotonic()) < min(until, began + most):
+                if until == inf and any(folder.glob("process-*.json")):
+                    until = now + seconds
                 if now > due:
                     memory, due = max(memory, _memory(_members(program.pid, made))), now + _MEMORY_S
                 time.sleep(_POLL_S)

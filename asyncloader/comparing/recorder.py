@@ -23,7 +23,15 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-from asyncloader.comparing.worker_reports import STATE_SECONDS, WorkerReport, attributes, digest, watch_states, wrap
+from asyncloader.comparing.worker_reports import (
+    STATE_SECONDS,
+    WorkerReport,
+    attributes,
+    digest,
+    watch_states,
+    wrap,
+    write,
+)
 from asyncloader.process_hooks import at_exit
 
 PLAN = "ASYNCLOADER_TRY"
@@ -203,7 +211,7 @@ class ProgramRecorder:
         if record.points and now < self._due - _PERIOD_S + _SOON_S:
             return
         if record.ours and loader is not None and now > self._verdict_due:
-            self._verdict_due = now + _VERDICT_S
+            self._verdict_due = now + (_VERDICT_S if record.candidates else _PERIOD_S)
             with suppress(Exception):  # a verdict that fails is no verdict
                 record.candidates = [*map(dict, getattr(loader.diagnose(), "candidates", ()))]
         record.points.append((now - self._paused, record.batches, record.waited))
@@ -213,11 +221,7 @@ class ProgramRecorder:
 
     def _write(self) -> None:
         if self._pid == os.getpid():  # else this is the exit of a process that was forked
-            text = json.dumps({place: vars(each) for place, each in self._records.items()}, default=str)
-            part = self._folder / f"part-{self._pid}"
-            with suppress(OSError):  # the folder is removed when the run has ended
-                part.write_text(text)
-                part.replace(self._folder / f"process-{self._pid}.json")  # at once: no reader sees a part
+            write(self._folder / f"process-{self._pid}.json", {place: vars(r) for place, r in self._records.items()})
 
 
 def _place_of_caller() -> str:

@@ -34,6 +34,14 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
         setattr(owner, name, wrapper)
 
 
+def write(file: Path, values: dict[str, Any]) -> None:
+    """Write a file at once: its process may be killed meanwhile, and its readers see no part."""
+    part = file.with_suffix(".part")
+    with suppress(OSError):  # the folder is removed when the run has ended
+        part.write_text(json.dumps(values, default=str))
+        part.replace(file)
+
+
 def watch_states(kind: type[Any]) -> None:
     """Count the time of `state_dict` of a class from now on, also in workers that are forked later."""
     if (owner := next((each for each in kind.__mro__ if "state_dict" in vars(each)), None)) is not None:
@@ -76,7 +84,7 @@ class WorkerReport:
 
     def _fetch(self, fetch: Callable[..., Any], fetcher: Any, index: Any) -> Any:
         batch = fetch(fetcher, index)
-        with suppress(Exception):  # of the user's attributes; and the folder is removed when the run has ended
+        with suppress(Exception):  # of the user's attributes
             self._report(batch, self._values)
         return batch
 
@@ -89,7 +97,7 @@ class WorkerReport:
                 same = [name for name in first if name in now and now[name][0] is first[name][0]]
                 values["drawn"] = {name: first[name][1] for name in same if now[name][1] != first[name][1]}
                 values["seconds"], values["state_s"] = perf_counter() - self._began, STATE_SECONDS[0] - self._spent
-                Path(self._folder, f"worker-{os.getpid()}.json").write_text(json.dumps(values))
+                write(Path(self._folder, f"worker-{os.getpid()}.json"), values)
 
 
 def generators(dataset: Any) -> dict[str, tuple[Any, int]]:
