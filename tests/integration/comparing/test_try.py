@@ -204,7 +204,7 @@ def test_the_sitecustomize_that_is_shadowed_runs(write: Write, tmp_path: Path, m
     """It is the user's, or the distribution's."""
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("import os; os.environ['OWN'] = '1'")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"), prepend=os.pathsep)
     found = ran(write("sys.exit(os.environ['OWN'] != '1')"), install=False)
     assert found.began
 
