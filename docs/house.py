@@ -40,7 +40,7 @@ FLOORS = [
     "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
-    "integrations asyncloader benchmarking commands verification",
+    "integrations asyncloader commands comparing verification",
     "__main__",
 ]
 FLOOR = {

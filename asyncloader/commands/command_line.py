@@ -1,7 +1,7 @@
 """The command line of `asyncloader`: its commands, and how each is run.
 
-Data path: none. Exit codes: 0; 1 if something is to be mended; 2 if the command could not be carried out; as shells
-have them, 130 after Ctrl-C, and 141 if the reader of standard output has closed it.
+Data path: none. Exit codes: 0; 1 if something is to be mended; 2 if the command could not be carried out; 3 if `try`
+found no gain; as shells have them, 130 after Ctrl-C, and 141 if the reader of standard output has closed it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
 
 _INTERRUPTED, _NO_READER = 130, 141
 
-_REMOVED = {"plan": "this command was removed: measure a short run instead, by `asyncloader bench MODULE:FUNCTION`"}
+_REMOVED = {
+    "bench": "this command was removed: run your program by `asyncloader try -- python train.py`, or a loader alone by "
+    "`asyncloader try MODULE:FUNCTION`",
+    "plan": "this command was removed: measure a short run instead, by `asyncloader try -- python train.py`",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,25 +58,25 @@ def parser() -> argparse.ArgumentParser:
         help="begin no run after these, but for four that are always made; default 60",
     )
     verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
-    bench = commands.add_parser("bench", help="measure a loader, and search a faster setting")
-    for each in (verify, bench):
-        each.add_argument(
-            "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
-        )
-    bench.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        help="begin no run after these, but for three rounds that are always made; default 60",
+    verify.add_argument(
+        "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
     )
-    bench.add_argument("--html", type=Path, metavar="FILE", help="write a report with charts, too")
+    trial = commands.add_parser(
+        "try",
+        help="run a training program with torch's loader and with asyncloader's, and say what is gained",
+        usage="asyncloader try [options] (MODULE:FUNCTION | -- PROGRAM [ARGUMENT ...])",
+    )
+    trial.add_argument("target", nargs="?", help="in place of a program, a function that returns a loader")
+    trial.add_argument("--seconds", type=float, default=20.0, help="of each run, from its first batch on; default 20")
+    trial.add_argument("--cwd", type=Path, metavar="FOLDER", help="run each time in a new copy of this folder")
+    trial.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
     trace = commands.add_parser("trace", help="what a trace of `loader.trace()` shows, in words")
     trace.add_argument("file", type=Path, help="the .json or .json.gz file")
     top = commands.add_parser("top", help="show running loaders of this user")
     top.add_argument("socket", nargs="?", type=Path, help="a loader's socket; default: all loaders of this user")
     top.add_argument("--web", action="store_true", help="serve the page of one loader, and print its address")
     top.add_argument("--port", type=int, default=0, help="of the page; default: any that is free")
-    for each in (doctor, inspect, show, verify, bench, trace, top):
+    for each in (doctor, inspect, show, verify, trial, trace, top):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -85,8 +89,12 @@ def run(argv: Sequence[str] | None = None) -> int:
     if given and given[0] in _REMOVED:
         print_error(given[0], _REMOVED[given[0]])
         return 2
+    program: list[str] = []
+    if [*given[:1]] == ["try"] and "--" in given:
+        given, program = given[: given.index("--")], [*given[given.index("--") + 1 :]]
     flags = vars(parser().parse_args(given))
     command = flags.pop("command")
+    flags["program"] = program
     try:
         return _run(command, flags)
     except CannotPrint as error:
@@ -111,6 +119,11 @@ def _run(command: str, flags: dict[str, Any]) -> int:
         if command == "serve":
             _serve(flags)
             return 0
+        if command == "try":
+            from asyncloader.comparing import try_command
+
+            output = "json" if flags["json"] else "markdown" if flags["markdown"] else "text"
+            return try_command.run(flags["target"], flags["program"], flags["seconds"], flags["cwd"], output)
         if command == "top":
             from asyncloader.commands import top
 
@@ -139,9 +152,8 @@ def _report(command: str, flags: dict[str, Any], findings: list[Finding]) -> int
     from asyncloader.commands.findings import document, has_problem
     from asyncloader.commands.terminal import FindingPrinter, print_json, quiet_output
 
-    for report in ("junit", "html"):
-        if flags.get(report):
-            _check_writable(flags[report])  # now, not after a minute of runs
+    if flags.get("junit"):
+        _check_writable(flags["junit"])  # now, not after a minute of runs
     if flags.get("file"):
         _check_regular(flags["file"])
     began = perf_counter()
@@ -204,10 +216,6 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
         from asyncloader.verification.verify import verify
 
         return verify(flags["target"], seed=flags["seed"], seconds=flags["seconds"])
-    if command == "bench":
-        from asyncloader.benchmarking.bench import bench
-
-        return bench(flags["target"], seconds=flags["seconds"], html=flags["html"])
     if command == "trace":
         from asyncloader.commands.trace_summary import summarize
         from asyncloader.tracing.trace_file import read

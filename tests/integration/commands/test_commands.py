@@ -387,7 +387,8 @@ def test_files_without_states(content: bytes, why: str, tmp_path: Path, capsys: 
         (["inspect", "a.unknown"], "a.unknown"),
         (["inspect", "nothing://a/b.tar"], "nothing"),
         (["checkpoint", "show", "/nowhere/a.pt"], "No such file"),
-        (["plan", "a.tar", "--workers", "2"], "was removed: measure a short run instead, by `asyncloader bench"),
+        (["plan", "a.tar", "--workers", "2"], "was removed: measure a short run instead, by `asyncloader try"),
+        (["bench", "a:b"], "was removed: run your program by `asyncloader try -- python train.py`"),
     ],
 )
 def test_commands_that_cannot_be_carried_out(argv: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:

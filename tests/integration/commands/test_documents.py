@@ -61,7 +61,7 @@ def document(capfd: pytest.CaptureFixture[str]) -> Document:
         ["checkpoint", "show", "/nowhere/a.pt"],
         ["trace", "/nowhere/a.json"],
         ["verify", "nowhere:make", "--seconds", "-1"],
-        ["bench", "nowhere:make", "--seconds", "-1"],
+        ["try", "nowhere:make", "--seconds", "-1"],
         ["top", "/nowhere/a.sock"],
         ["top", "--port", "99999"],
     ],
@@ -108,7 +108,7 @@ def test_a_target_that_prints_raises_or_leaves(
         ("target_module.py:leaves", "SystemExit: gone"),
         ("target_leaver.py:make", "SystemExit: 7"),
     ):
-        code, found = document("bench", f"{tmp_path}/{name}")
+        code, found = document("verify", f"{tmp_path}/{name}")
         assert code == 1
         assert why in found["findings"][-1]["text"]
 

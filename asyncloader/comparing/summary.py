@@ -1,0 +1,112 @@
+"""Sums up the runs of a program: rates and their ratio, waiting, memory, and whether the batches were equal. Pure.
+
+Data path: records of runs -> [summary] -> try_command.
+
+The ratio's interval takes the larger of two deviations: that between runs of the same loader, and that between parts of
+a run. So a machine whose speed drifts, and a program whose phases differ, both widen it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from math import exp, inf, log, sqrt
+from statistics import fmean, variance
+from typing import Any, NamedTuple
+
+from asyncloader.telemetry.tuner import WORTH, t95
+
+_BLOCKS = 8  # parts of a run
+
+Values = Mapping[str, Any]
+
+
+class RunSummary(NamedTuple):
+    """A run's figures for the loader that judges: batches per second from the second one on, as a mean of the processes
+    (0: fewer than two came), and its relative variance; the share of the time that the program waited; seconds from
+    `iter()` to the first batch; bytes (None: unknown); and digests of each process's first batches, sorted.
+    """
+
+    rate: float
+    variance: float
+    wait_frac: float
+    first_s: float
+    memory: int | None
+    digests: list[list[int]]
+
+
+class Gain(NamedTuple):
+    """How many times as fast a loader is as another, and the bounds; each holds with a confidence of 95 %."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def judging_place(processes: Sequence[Values]) -> str | None:
+    """Return the place of the loader with most batches; None: none gave two."""
+    counts: Counter[str] = Counter()
+    for process in processes:
+        counts.update({place: each["batches"] for place, each in process.items()})
+    return next((place for place, number in counts.most_common(1) if number > 1), None)
+
+
+def sum_up(processes: Sequence[Values], place: str, memory: int | None) -> RunSummary:
+    """Return the figures of the loader of a place in a run."""
+    records = [each[place] for each in processes if place in each]
+    parts = [each["points"] for each in records if len(each["points"]) > 1] or [[[0.0] * 3] * 2]
+    return RunSummary(
+        rate=fmean(_rate(each[0], each[-1]) for each in parts),
+        variance=fmean(map(_variance, parts)),
+        wait_frac=min(1.0, fmean(_rate(each[0], each[-1], 2) for each in parts)),
+        first_s=max((each["first_s"] or inf for each in records), default=inf),
+        memory=memory,
+        digests=sorted(each["digests"] for each in records if each["digests"]),
+    )
+
+
+def _rate(begin: Sequence[float], end: Sequence[float], of: int = 1) -> float:
+    return (end[of] - begin[of]) / max(end[0] - begin[0], 1e-9)
+
+
+def _variance(points: Sequence[Sequence[float]]) -> float:
+    """Return the relative variance of a run's mean rate."""
+    number = min(_BLOCKS, len(points) - 1)
+    bounds = [points[each * (len(points) - 1) // number] for each in range(number + 1)]
+    rates = [_rate(begin, end) for begin, end in pairwise(bounds)]
+    return variance(rates) / number / fmean(rates) ** 2 if number > 2 else 0.0
+
+
+def spread_of(runs: Sequence[RunSummary]) -> float:
+    """Return the part by which one of two successive runs exceeds the other, on average; 0 for a single run."""
+    rates = [each.rate for each in runs]
+    if min(rates) <= 0:
+        return inf
+    return exp(fmean(abs(log(one / other)) for one, other in pairwise(rates)) if len(rates) > 1 else 0.0) - 1.0
+
+
+def gain_of(runs: Sequence[RunSummary], others: Sequence[RunSummary]) -> Gain | None:
+    """Compare a loader's rates with another's. None: a run has no rate, or there are fewer than three."""
+    freedom = len(runs) + len(others) - 2
+    if freedom < 1 or not runs or min(each.rate for each in (*runs, *others)) <= 0:
+        return None
+    logs = [[log(each.rate) for each in side] for side in (runs, others)]
+    between = sum((each - fmean(side)) ** 2 for side in logs for each in side) / freedom
+    within = fmean(each.variance for each in (*runs, *others))
+    one_run = max(t95(freedom) * sqrt(between), t95(_BLOCKS) * sqrt(within))
+    ratio, reach = fmean(logs[0]) - fmean(logs[1]), one_run * sqrt(1 / len(runs) + 1 / len(others))
+    return Gain(exp(ratio), exp(ratio - reach), exp(ratio + reach))
+
+
+def is_gain(gain: Gain, spread: float) -> bool:
+    """Whether a gain exceeds 5 %, and what runs of torch's loader differ by, also at its lower bound."""
+    return gain.low > 1.0 + max(WORTH, spread)
+
+
+def first_difference(run: RunSummary, other: RunSummary) -> int | None:
+    """Return the number of the first batch, from 1, that differs between two runs; None: none, as far as both came."""
+    if len(run.digests) != len(other.digests):
+        return 1
+    pairs = zip(run.digests, other.digests, strict=True)
+    return min((n for a, b in pairs for n, (x, y) in enumerate(zip(a, b, strict=False), 1) if x != y), default=None)
