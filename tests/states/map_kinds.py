@@ -38,6 +38,7 @@ from tests.states.parts import (
     Order,
     OrderOfIterators,
     Rows,
+    Seeds,
     Sequences,
     number_of,
 )
@@ -93,6 +94,7 @@ MAP_KINDS: dict[str, Kind] = {
     "torch-sequential": Kind(lambda _: torch_mode()),
     "torch-single-samples": Kind(lambda _: torch_mode(batch_size=None)),
     "torch-shuffled": Kind(lambda _: torch_mode(shuffle=True), later=False),
+    "torch-seeds-workers": Kind(lambda _: DataLoader(Seeds(), 3, **TWO), later=False),
     "torch-generator": Kind(
         lambda _: torch_mode(shuffle=True, generator=torch.Generator().manual_seed(3), drop_last=True)
     ),

@@ -39,6 +39,15 @@ class Drawn(Rows):
         return torch.tensor([index, *(int(1000 * number) for number in numbers)])
 
 
+class Seeds(Rows):
+    """A row is its index, and the epoch's base seed, of which a worker's random numbers are made."""
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        return torch.tensor([index, (info.seed - info.id) % 1000])
+
+
 class Awaited(Rows):
     """`Rows`, awaited."""
 
