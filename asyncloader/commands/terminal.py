@@ -18,7 +18,7 @@ from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from asyncloader.commands.finding_tables import FindingTable, table_of
+from asyncloader.commands.finding_tables import cells, columns, is_row
 from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, plain, printable
 from asyncloader.plain_context import plain_context
 
@@ -77,21 +77,19 @@ class FindingPrinter:
             print_line(as_lines(finding))
             return
         self._counts[finding.state] += 1
-        if self._rows and table_of(self._rows[0]) is not table_of(finding):
-            self._end_table(console)
-        if table_of(finding) is None:
-            console.print(_row(finding, console.width))
-        else:
+        if is_row(finding):
             self._rows.append(finding)
+            return
+        self._end_table(console)
+        console.print(_row(finding, console.width))
 
     def _end_table(self, console: Console) -> None:
         rows, self._rows = self._rows, []
-        kind: FindingTable | None = table_of(rows[0]) if rows else None
-        if len(rows) < 2 or kind is None:  # a single row says more as a sentence
+        if len(rows) < 2:  # a single row says more as a sentence
             for each in rows:
                 console.print(_row(each, console.width))
             return
-        console.print(table(kind.columns(rows), (kind.cells(each, rows) for each in rows)))
+        console.print(table(columns(rows), (cells(each, rows) for each in rows)))
 
 
 def print_line(line: str) -> None:

@@ -36,10 +36,9 @@ class Interpreter:
         target: see `import_target`.
         hash_seed: of the order of its sets of strings, for reproducible runs, whose computations have a thread. None:
             the environment is left as it is.
-        server: the module that carries out the jobs.
     """
 
-    def __init__(self, target: str, hash_seed: int | None, server: str = "asyncloader.verification.server") -> None:
+    def __init__(self, target: str, hash_seed: int | None) -> None:
         self._output = b""
         self._imported: list[Any] = []  # its result, once it is known
         # Sockets of start methods, and files of the user's code, are removed with the folder.
@@ -52,7 +51,7 @@ class Interpreter:
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", server, str(theirs.fileno()), target],
+                [sys.executable, "-m", "asyncloader.verification.server", str(theirs.fileno()), target],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
