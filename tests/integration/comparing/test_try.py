@@ -105,6 +105,21 @@ if __name__ == "__main__":
     trainer = lightning.Trainer(max_epochs=2, accelerator="cpu", **quiet)
     trainer.fit(Module(), DataLoader(Numbers(), batch_size=4, num_workers=1))
 """
+TRAINER = """
+import transformers
+class Linear(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+    def forward(self, x): return {"loss": self.layer(x).sum()}
+
+if __name__ == "__main__":
+    arguments = transformers.TrainingArguments(
+        "out", num_train_epochs=2, per_device_train_batch_size=4, dataloader_num_workers=1, save_strategy="no",
+        report_to="none", use_cpu=True, disable_tqdm=True, remove_unused_columns=False,
+    )
+    transformers.Trainer(Linear(), arguments, lambda each: {"x": torch.stack(each)}, Numbers()).train()
+"""
 
 
 @pytest.fixture
@@ -181,12 +196,13 @@ def test_ranks_are_child_processes(write: Write) -> None:
         pytest.param(ASYNCIO, id="asyncio"),
         pytest.param(ACCELERATE, id="accelerate"),
         pytest.param(LIGHTNING, id="lightning"),
+        pytest.param(TRAINER, id="transformers"),
     ],
 )
 @pytest.mark.thorough
 def test_trainers_of_all_kinds(text: str, write: Write) -> None:
     """Get our loader, with the options of the run, and torch's batches."""
-    package = re.search(r"accelerate|lightning", text)
+    package = re.search(r"accelerate|lightning|transformers", text)
     if package is not None and find_spec(package[0]) is None:
         pytest.skip(f"{package[0]} is not installed")
     file = write(text)
@@ -242,7 +258,7 @@ def test_a_program_that_fails(write: Write, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_function_that_makes_a_loader(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    """Takes the place of a program. A loader of asyncloader has torch's to compare with in no run."""
+    """Takes the place of a program. A loader of asyncloader is not compared with torch's."""
     write("def make():\n    from asyncloader import DataLoader\n    return DataLoader(Numbers(), batch_size=4)")
     assert main(["try", "--seconds", "0.5", "train.py:make"]) == 3
     told = capsys.readouterr().out
