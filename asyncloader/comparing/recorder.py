@@ -49,7 +49,11 @@ def begin() -> None:
     folder = Path(os.environ[PLAN])
     (folder / f"began-{os.getpid()}").touch()
     recorder = ProgramRecorder(folder, **json.loads((folder / "plan.json").read_text()))
-    wraps = {"torch.utils.data.dataloader": recorder.wrap_torch, "asyncloader.loader": recorder.wrap_ours}
+    wraps = {
+        "torch.utils.data.dataloader": recorder.wrap_torch,
+        "torchdata.stateful_dataloader.stateful_dataloader": recorder.wrap_stateful,
+        "asyncloader.loader": recorder.wrap_ours,
+    }
     sys.meta_path.insert(0, _AfterImport(wraps))
 
 
@@ -101,6 +105,11 @@ class ProgramRecorder:
         wrap(self._kind, "__iter__", self._begin)
         wrap(self._iterators, "_next_index", self._ask)
 
+    def wrap_stateful(self, module: Any) -> None:
+        """Wrap torchdata's StatefulDataLoader, which has methods of its own, and is not replaced."""
+        wrap(module.StatefulDataLoader, "__init__", self._make_stateful)
+        wrap(module.StatefulDataLoader, "__iter__", self._begin)
+
     def wrap_ours(self, module: Any) -> None:
         """Have the constructor of our DataLoader take the options of the plan."""
         wrap(module.DataLoader, "__init__", self._make_ours)
@@ -114,6 +123,10 @@ class ProgramRecorder:
 
         install().__enter__()  # never left: it is the engine of the whole run
         return self._kind.__init__(loader, *args, **kwargs)  # type: ignore[no-any-return] # now `install`'s, which calls this
+
+    def _make_stateful(self, construct: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
+        self._places[loader] = _place_of_caller()
+        construct(loader, *args, **kwargs)
 
     def _make_ours(self, construct: Callable[..., None], loader: Any, *args: Any, **kwargs: Any) -> None:
         if options := self._options.get(_place_of_caller()):

@@ -120,6 +120,9 @@ class Trial:
         if self._base.runs[0].wait_frac < _HARDLY:
             return
         records = [each[self._place] for each in last.processes if self._place in each]
+        if not all(each["ours"] for each in records):
+            self._others = []  # as torchdata's StatefulDataLoader
+            return
         for options in records[0]["candidates"][:3] if records else ():
             setting = ", ".join(f"{name}={value!r}" for name, value in options.items())
             self._others.append(Contender(f"asyncloader, {setting}", self._base.name == "torch", options))
@@ -192,7 +195,10 @@ class Trial:
         counted = [each for each in self._others if each.skipped or not each.options]
         known = [(gain, each) for each in counted if (gain := summary.gain_of(each.runs[each.skipped :], base.runs))]
         if not known:
-            return f"no gain: {base.name} has nothing to be compared with"
+            why = (
+                "install() does not reach that loader" if base.name == "torch" else "the verdict names no other setting"
+            )
+            return f"no gain: {base.name} has nothing to be compared with: {why}"
         gain, best = max(known, key=lambda pair: pair[0].ratio)
         ratio, low, high = (f"{each:.2f}" if each < 2 else f"{each:.1f}" for each in gain)
         setting = f"; with {best.name.partition(', ')[2]}" if best.options else ""
