@@ -272,7 +272,8 @@ class MapFetcher:
             self._note(index, ends)
             return samples
         # `maker.make`, inlined: this runs once per sample.
-        dataset, decoder, timing = maker.dataset, maker.decoder, maker.slow.timing
+        dataset, decoder, slow = maker.dataset, maker.decoder, maker.slow
+        timing = slow.fetched_s >= CHEAP_S * slow.fetched  # `slow.timing`, inlined
         for one, position in zip(index, maker.seeding.samples.each(first, maker.seeding.replicas), strict=False):
             try:
                 sample = dataset[one]
@@ -285,7 +286,8 @@ class MapFetcher:
         if timing:
             self._note(index, ends)
         else:
-            maker.slow.passed(len(samples), perf_counter() - ends[0])
+            slow.fetched += len(samples)
+            slow.fetched_s += perf_counter() - ends[0]
         return samples
 
     def _single(self, index: Any, position: int | None) -> Any:
