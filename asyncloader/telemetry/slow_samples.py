@@ -173,7 +173,7 @@ def slowest(found: SlowFigures, delayed_s: float) -> tuple[dict[str, float], str
     means = sorted(((took / made, name, made) for name, (took, made) in found.named.items()), reverse=True)
     named = [each for each in means if each[0] > means[0][0] / 2][:_SHOWN]
     words = ", ".join(f"{name} ({in_words(mean)})" for mean, name, _ in named)
-    more = "" if sum(made for *_, made in named) >= number else ", ..."
+    more = "" if sum(made for *_, made in named) >= number else " and others"
     few, verb = ("1 sample", "takes") if number == 1 else (f"{number:.0f} samples", "take")
     text = f" {few} of {of:.0f} {verb} {seconds / whole:.0%} of the samples' time: {words}{more}."
     return {"slow_samples": number, "slow_samples_frac": seconds / whole}, text
