@@ -28,7 +28,7 @@ from asyncloader.telemetry.tuner import WorkerTuner
 
 _log = logging.getLogger("asyncloader")
 
-_SECONDS, _READING_S = 3.0, 2.2
+_SECONDS, _READING_S = 3.0, 2.6
 """For the whole trial, with the start and the end of its workers; and until the batch that is its last."""
 _SEED = 0  # of the trial's order
 

@@ -39,7 +39,7 @@ LEAST_PREFETCH, MOST_PREFETCH = 2, 32
 """Batches that each worker has ahead at first, torch's default, and at most; so far the sampler is read ahead."""
 
 _SETTLED_WINDOW_S = 2.0
-_QUICK_WINDOW_S = 0.15
+_QUICK_WINDOW_S, _QUICK_SKIP_S = 0.15, 0.05  # of a quick trial: a window that decides, and any other
 _LEAST_BATCHES = 8
 _MOST = 8  # windows of a control or a trial
 _CLEARLY = 0.85  # of the control's rate: a trial that is slower in its first window ends with that
@@ -316,7 +316,10 @@ class WorkerTuner(Tuner):
     def window(self) -> tuple[float, int]:
         """The least seconds and batches of the next window: each worker's batches come together."""
         seconds, batches = super().window
-        return _QUICK_WINDOW_S if self._quick else seconds, max(batches, 2 * self.value)
+        if self._quick:
+            measures = not self._skips and (self.tries or not self._control)
+            seconds = _QUICK_WINDOW_S if measures else _QUICK_SKIP_S
+        return seconds, max(batches, 2 * self.value)
 
     def largest(self, most: int) -> int:
         """The largest number that the next trial may have, where there is room for `most`."""
