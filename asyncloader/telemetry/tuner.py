@@ -102,6 +102,8 @@ class Tuner:
     """The least seconds of a window, until the value has settled."""
     least: int = 2
     """The least windows of a control, or of a trial whose gain is large."""
+    after_loss: int = 4
+    """The least windows of a control behind a trial that was slower, so that losses do not follow one another."""
 
     def __init__(self, value: int) -> None:
         self.first = value
@@ -121,6 +123,7 @@ class Tuner:
         self._before = value  # to which a rejected trial returns
         self._saves = False  # whether the trial is one that need not gain
         self._skips = True  # the next window is left out: a change, or a start, takes effect in it
+        self._lost = False  # whether the newest trial was slower
         self._control: list[float] = []
         self._trial: list[float] = []
         self._waited: list[float] = []
@@ -132,7 +135,8 @@ class Tuner:
     @property
     def window(self) -> tuple[float, int]:
         """The least seconds and batches of the next window."""
-        return max(self.window_s, _SETTLED_WINDOW_S if self.settled else 0.0), _LEAST_BATCHES
+        seconds = max(self.window_s, _SETTLED_WINDOW_S if self.settled else 0.0)
+        return seconds / 2 if self._skips else seconds, _LEAST_BATCHES
 
     @property
     def kept(self) -> int:
@@ -182,7 +186,7 @@ class Tuner:
         self._control = [*self._control, window.rate][-_MOST:]
         if self.value > window.most:
             return self._cut(window)
-        if len(self._control) < self.least:
+        if len(self._control) < (self.after_loss if self._lost else self.least):
             return None
         started = self._saving(window) if window.waited < HEALTHY_WAIT else self._exploring(window)
         self.settled = started is None
@@ -273,6 +277,7 @@ class Tuner:
     def _accept(self, words: str) -> Decision:
         self.last_gain = _mean(self._trial) / max(_mean(self._control), 1e-9)
         self.gain *= self.last_gain
+        self._lost = False
         if not self._saves:
             rest = self._before, self.seen + self._rest
             if self.value > self._before:
@@ -285,7 +290,7 @@ class Tuner:
         return Decision(self.value, kept=True, reason=words)
 
     def _reject(self, words: str) -> Decision:
-        tried = self.value
+        tried, self._lost = self.value, _mean(self._trial) < (1 - WORTH) * _mean(self._control)
         if tried > self._before:
             self._up = tried, self.seen + self._rest
         else:
@@ -310,7 +315,7 @@ class WorkerTuner(Tuner):
         super().__init__(value)
         self._quick = self._leaps = quick
         if quick:
-            self.least = 1
+            self.least = self.after_loss = 1
 
     @property
     def window(self) -> tuple[float, int]:
