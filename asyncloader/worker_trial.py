@@ -60,7 +60,8 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
             _log.warning('num_workers="auto" %s', auto.decisions[-1])
             return
     auto.decisions.extend(trial.decisions)
-    auto.tuner = trial.tuner
+    # Without the factor that was measured: the trial's consumer takes no time, the epoch's may.
+    auto.tuner = WorkerTuner(trial.number)
     auto.decisions.append(f"has {auto.number}, after a trial of {perf_counter() - began:.1f} s")
     _log.info('num_workers="auto" %s', auto.decisions[-1])
 
