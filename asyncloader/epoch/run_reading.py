@@ -69,6 +69,7 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         in_threads=in_threads,
         prefetch_factor=config.prefetch_factor if config.auto_prefetch is None else config.auto_prefetch.number,
         iterable=config.iterable,
+        one_by_one=config.iterable or config.planned,
         streams=config.loader_streams,
         asynchronous=config.concurrent and not config.fetch_threads,
         threads=config.fetch_threads,

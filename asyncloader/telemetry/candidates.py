@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from asyncloader.telemetry.run_figures import BATCH_COST_S, Run
-from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS
+from asyncloader.telemetry.tuner import CONCURRENCY, MOST_WAITING_WORKERS
 
 _MOST = 3
 _MOST_IN_FLIGHT = 1024
@@ -78,12 +78,14 @@ def _in_flight(run: Run) -> Iterator[dict[str, Any]]:
     if run.decode_threads and run.mean("decode") > run.mean("fetch") / 2:
         yield {"decode_threads": min(_MOST_THREADS, 4 * run.decode_threads)}
         return
-    if run.iterable or not (run.asynchronous or run.threads):
+    if run.one_by_one or not (run.asynchronous or run.threads):
         return
     most = _MOST_IN_FLIGHT if run.asynchronous else _MOST_THREADS
     for times in (4, 16):
         if run.concurrency < most:
             yield {"concurrency": min(most, times * run.concurrency)}
+    if run.asynchronous and run.concurrency >= CONCURRENCY:
+        yield {"concurrency": run.concurrency // 4}  # requests may be in each other's way
 
 
 def _workers(run: Run, *, waits: bool) -> Iterator[dict[str, Any]]:
@@ -91,7 +93,7 @@ def _workers(run: Run, *, waits: bool) -> Iterator[dict[str, Any]]:
     Fewer where they compute and are more than the CPUs.
     """
     cpus = max(1, int(run.allowed_cpus))
-    alone = waits and (run.iterable or not (run.asynchronous or run.threads))
+    alone = waits and (run.one_by_one or not (run.asynchronous or run.threads))
     most = MOST_WAITING_WORKERS if alone else cpus
     most = most if run.streams is None else min(most, run.streams)  # a worker serves at least one of them
     if not waits and run.workers > run.cpus:

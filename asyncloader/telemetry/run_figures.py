@@ -43,6 +43,7 @@ class Run:
         in_threads: whether they are threads of the consumer's process, which share its GIL.
         prefetch_factor: None without workers.
         iterable: whether the dataset is a stream: then the number of workers is part of its order.
+        one_by_one: whether each worker reads a stream's samples one after the other, whether or not they are awaited.
         streams: `loader_streams` of the dataset: then its order does not depend on the workers. None: not given.
         asynchronous: whether samples are awaited, `concurrency` of them at a time.
         threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
@@ -77,6 +78,7 @@ class Run:
     in_threads: bool = False
     prefetch_factor: int | None = None
     iterable: bool = False
+    one_by_one: bool = False
     streams: int | None = None
     asynchronous: bool = False
     threads: int = 0

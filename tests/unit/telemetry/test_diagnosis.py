@@ -260,6 +260,18 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"concurrency": 32}, {"concurrency": 128}, {"num_workers": 2}),
         "Samples cost waiting",
     ),
+    "an async dataset with the default number at a time": (
+        run({}, worker(0.19, 0.5), asynchronous=True, concurrency=256, cpus=1),
+        "fetch",
+        ({"concurrency": 1024}, {"concurrency": 64}),
+        "Samples cost waiting",
+    ),
+    "shards whose order does not depend on the workers": (
+        run({}, worker(0.19, 0.5), worker(0.19, 0.5), one_by_one=True, asynchronous=True, concurrency=256),
+        "fetch",
+        ({"num_workers": 4}, {"num_workers": 8}),
+        "workers wait for their reads",
+    ),
     "a stream whose samples are decoded by threads that wait": (
         run(
             {},
@@ -279,7 +291,7 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         "Another number of workers would alter the order of the stream's samples.",
     ),
     "a dataset of eight streams that waits": (
-        run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True, streams=8),
+        run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True, one_by_one=True, streams=8),
         "fetch",
         ({"num_workers": 4}, {"num_workers": 8}),
         "workers wait for their reads",
@@ -405,7 +417,7 @@ def test_few_samples_that_take_much_of_the_time_are_named() -> None:
     assert found.evidence["slow_samples_frac"] == pytest.approx(0.1 / 0.61)
     six = of_samples(6).text
     assert "6 samples of 256 take 55% of the samples' time: index 133 (0.1 s), index 132 (0.1 s), " in six
-    assert "index 130 (0.1 s), ...." in six
+    assert "index 130 (0.1 s) and others." in six
 
 
 @pytest.mark.parametrize("how", [{"seconds": 0.02}, {"seconds": 0.005}, {"slow": 60}])
