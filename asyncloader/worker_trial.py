@@ -94,7 +94,7 @@ def _try(spec: LoaderSpec[Any], until: float) -> AutoValue:
             on_error=ours.on_error if ours.on_error != "refill" else "skip",
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
         )
-    loader._asyncloader_state.statistics.untold = False  # the verdict on a trial is nobody's question
+    loader._asyncloader_state.statistics.untold = False  # a trial's verdict is not about the user's run
     auto: AutoValue = vars(loader)["num_workers"]
     auto.tuner = tuner = WorkerTuner(auto.number, quick=True)
     with loader:

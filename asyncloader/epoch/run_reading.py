@@ -63,7 +63,8 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         cpus=usable_cpus(),
         cpu_limit=cpu_limit(),
         others_cpu=statistics.others_cpu(),
-        workers=config.num_workers,
+        # The number now, also where the epoch began with another.
+        workers=config.auto.number if config.auto is not None and config.tunes else config.num_workers,
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",
         in_threads=in_threads,

@@ -106,7 +106,6 @@ class Tuner:
     """The least windows of a control behind a trial that was slower, so that losses do not follow one another."""
 
     def __init__(self, value: int) -> None:
-        self.first = value
         self.value = value
         """The value now: of the trial, while one runs."""
         self.settled = False

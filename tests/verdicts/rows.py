@@ -118,7 +118,7 @@ ROWS = (
     Row("streams=2, decode waits 30 ms", "fetch", _shards(streams=2), 8, 2, options={"decode": sleeps(0.03)},
         beside=partial(shards, *[1000] * 8), modes=_SEEDED),
     Row("streams=6, decode waits 10 ms", "fetch", _shards(streams=6), 8, 2, options={"decode": sleeps(0.01)},
-        beside=partial(shards, *[1000] * 24), modes=_SEEDED, auto=_WORKERS, ladder=(1, 3, 6, 12)),
+        beside=partial(shards, *[6000] * 24), modes=_SEEDED, auto=_WORKERS),
     Row("2 shards for 4 workers", "shards", _shards(), 8, 4, options={"decode": sleeps(0.002)},
         beside=partial(shards, 20_000, 20_000)),
     Row("1 huge shard and 7 small ones", "shards or slow worker or fetch", _shards(), 8, 4,
