@@ -33,7 +33,7 @@ from asyncloader.workers.source import WorkerHandle
 if sys.platform != "win32":
     import resource
 
-_STARTING_S = 60.0  # for workers to begin, before a trial of them is given up
+_STARTING_S = 60.0  # for a worker to begin, before a trial of them is given up
 _FILES = 7  # descriptors of this process that a worker takes
 _LOOKED_AT = 4  # workers whose memory is counted, in milliseconds each: the first, which have grown the longest
 
@@ -57,6 +57,7 @@ class WorkerCount(TunedSetting):
         self._requested = 0  # workers that exist, or were requested
         self._at_work = 0  # workers that get tasks
         self._ends_surplus = False
+        self._starts_at_once = max(1, usable_cpus() // 2)
         self._starting_until: float | None = None
 
     def start(
@@ -93,6 +94,14 @@ class WorkerCount(TunedSetting):
         if worker >= self._at_work and self._ends_surplus:
             # Not here: this runs while the pool reads that worker's frames, or takes note of its death.
             asyncio.get_running_loop().call_soon(self._end_surplus)
+
+    def started(self) -> None:
+        """A worker has begun: request further ones, a few at a time, because start-up code takes the others' CPUs."""
+        begun = sum(process.started for process in self._pool.processes)
+        while self._requested < min(self.auto.number, begun + self._starts_at_once):
+            worker, self._requested = self._requested, self._requested + 1
+            self._starting_until = perf_counter() + _STARTING_S
+            self._respawner.request(Request(worker, self._starts[0], b"", self._pool.epoch, joins=True))
 
     def made(self, made: WorkerHandle | Exception, request: Request) -> None:
         """Take a requested worker, or the error that prevented it."""
@@ -204,9 +213,7 @@ class WorkerCount(TunedSetting):
         self._put_to_work()
         if workers > self._at_work:
             self._starting_until = perf_counter() + _STARTING_S
-            while self._requested < workers:
-                worker, self._requested = self._requested, self._requested + 1
-                self._respawner.request(Request(worker, self._starts[0], b"", self._pool.epoch, joins=True))
+            self.started()
         self._notices.append(Resized(self._at_work))
         if ends_surplus:
             self._end_surplus()
