@@ -99,25 +99,31 @@ clean: ## remove everything that make made
 	rm -rf $(VENV) $(REFERENCE_VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
-# Which extras each target installs. One stamp each: `make demo` must not wait for the linters.
+# Which extras and dependency groups each target installs. One stamp each: `make demo` must not wait for the linters.
 $(VENV)/.stamp-demo: EXTRAS := demo
 $(VENV)/.stamp-demo-remote: EXTRAS := demo,http
 $(VENV)/.stamp-demo-service: EXTRAS := demo,service
 $(VENV)/.stamp-test: EXTRAS := test,demo
-$(VENV)/.stamp-test-integrations: EXTRAS := test-integrations
-$(VENV)/.stamp-test-clients: EXTRAS := test-clients
-$(VENV)/.stamp-test-browser: EXTRAS := test-browser
-$(VENV)/.stamp-test-ray: EXTRAS := test-ray
-$(VENV)/.stamp-bench: EXTRAS := bench
-$(VENV)/.stamp-check: EXTRAS := lint,test,demo
-$(VENV)/.stamp-docs: EXTRAS := docs
+$(VENV)/.stamp-test-integrations: EXTRAS := test
+$(VENV)/.stamp-test-integrations: GROUP := test-integrations
+$(VENV)/.stamp-test-clients: EXTRAS := test
+$(VENV)/.stamp-test-clients: GROUP := test-clients
+$(VENV)/.stamp-test-browser: EXTRAS := test
+$(VENV)/.stamp-test-browser: GROUP := test-browser
+$(VENV)/.stamp-test-ray: EXTRAS := test,demo,ray
+$(VENV)/.stamp-test-ray: GROUP := test-ray
+$(VENV)/.stamp-bench: EXTRAS := demo,http,litdata,ray,s3,service,shards
+$(VENV)/.stamp-bench: GROUP := bench
+$(VENV)/.stamp-check: EXTRAS := test,demo
+$(VENV)/.stamp-check: GROUP := lint
+$(VENV)/.stamp-docs: GROUP := docs
 # What requires torchvision is installed alone: each torchvision requires one release of torch, and its wheel does not fit
 # a CPU build. LitData does not need it; timm does.
 $(VENV)/.stamp-test $(VENV)/.stamp-check $(VENV)/.stamp-bench: ALONE := litdata
 $(VENV)/.stamp-test-clients: ALONE := litdata timm torchvision
 
 $(VENV)/.stamp-%: $(VENV)/.stamp pyproject.toml constraints.txt
-	$(INSTALL) -e '.[$(EXTRAS)]'
+	$(INSTALL) -e '.$(if $(EXTRAS),[$(EXTRAS)])' $(if $(GROUP),--group $(GROUP))
 	$(if $(ALONE),$(INSTALL) --no-deps $(ALONE))
 	@touch $@
 

@@ -36,17 +36,11 @@ if TYPE_CHECKING:
         SubsetRandomSampler,
         TensorDataset,
         WeightedRandomSampler,
-        _DatasetKind,
-        argument_validation,
         default_collate,
         default_convert,
         functional_datapipe,
         get_worker_info,
-        guaranteed_datapipes_determinism,
-        non_deterministic,
         random_split,
-        runtime_validation,
-        runtime_validation_disabled,
     )
 
     from asyncloader.async_loader import AsyncDataLoader
@@ -72,38 +66,55 @@ if TYPE_CHECKING:
     from asyncloader.integrations.install import install
     from asyncloader.loader import DataLoader
     from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
-    from asyncloader.packing.collate import PackSequences
-    from asyncloader.packing.packed_loader import PackedLoader
-    from asyncloader.packing.sampler import PackingSampler
-    from asyncloader.packing.sequence_rows import SequenceRows
-    from asyncloader.packing.windows import JoinSequences
+    from asyncloader.packing.collate import PackSequences as PackSequences
+    from asyncloader.packing.packed_loader import PackedLoader as PackedLoader
+    from asyncloader.packing.sampler import PackingSampler as PackingSampler
+    from asyncloader.packing.sequence_rows import SequenceRows as SequenceRows
+    from asyncloader.packing.windows import JoinSequences as JoinSequences
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.remote.mixture import Mixture
-    from asyncloader.remote.random_access.dataset import RemoteMapDataset, index_shards, index_shards_sync
+    from asyncloader.remote.random_access.dataset import (
+        RemoteMapDataset,
+        index_shards,
+    )
+    from asyncloader.remote.random_access.dataset import (
+        index_shards_sync as index_shards_sync,
+    )
     from asyncloader.remote.shard_writing import WrittenShard
     from asyncloader.samplers.async_sampler import AsyncSampler
-    from asyncloader.samplers.balance import Balance
-    from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
-    from asyncloader.samplers.mixture import MixtureSampler
-    from asyncloader.samplers.seeded import SeededSampler
-    from asyncloader.samplers.stateful import StatefulDistributedSampler, StatefulRandomSampler
-    from asyncloader.service.definition import definition
-    from asyncloader.service.protocol.address import Service
+    from asyncloader.samplers.balance import Balance as Balance
+    from asyncloader.samplers.by_length import (
+        BucketBatchSampler as BucketBatchSampler,
+    )
+    from asyncloader.samplers.by_length import (
+        TokenBudgetBatchSampler as TokenBudgetBatchSampler,
+    )
+    from asyncloader.samplers.mixture import MixtureSampler as MixtureSampler
+    from asyncloader.samplers.seeded import SeededSampler as SeededSampler
+    from asyncloader.samplers.stateful import (
+        StatefulDistributedSampler as StatefulDistributedSampler,
+    )
+    from asyncloader.samplers.stateful import (
+        StatefulRandomSampler as StatefulRandomSampler,
+    )
+    from asyncloader.service.definition import definition as definition
+    from asyncloader.service.protocol.address import Service as Service
     from asyncloader.service.protocol.batch_types import register_batch_type
     from asyncloader.shared.share import SharedDict, SharedList, share
-    from asyncloader.sources.lance_table import LanceTable
-    from asyncloader.sources.litdata_folder import LitDataFolder
-    from asyncloader.sources.megatron import MegatronTokens
-    from asyncloader.sources.tokens import TokenFile
+    from asyncloader.sources.lance_table import LanceTable as LanceTable
+    from asyncloader.sources.litdata_folder import LitDataFolder as LitDataFolder
+    from asyncloader.sources.megatron import MegatronTokens as MegatronTokens
+    from asyncloader.sources.tokens import TokenFile as TokenFile
     from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric, MetricSample
     from asyncloader.tracing.trace import Trace
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
-    from asyncloader.workers.fetch.seeding import sample_rng
-    from asyncloader.workers.fetch.worker_resource import worker_resource
-    from asyncloader.writing import write_shards, write_shards_sync
+    from asyncloader.workers.fetch.seeding import sample_rng as sample_rng
+    from asyncloader.workers.fetch.worker_resource import worker_resource as worker_resource
+    from asyncloader.writing import write_shards
+    from asyncloader.writing import write_shards_sync as write_shards_sync
 
 _OWN = {
     "AsyncDataLoader": "asyncloader.async_loader",
@@ -171,12 +182,20 @@ _OWN = {
     "write_shards_sync": "asyncloader.writing",
 }
 
+_TORCHS = {
+    "_DatasetKind",
+    "argument_validation",
+    "guaranteed_datapipes_determinism",
+    "non_deterministic",
+    "runtime_validation",
+    "runtime_validation_disabled",
+}
+
+# The names to know first; the rest of `_OWN` and `_TORCHS` is imported from here, too.
 __all__ = [
     "AsyncDataLoader",
     "AsyncSampler",
-    "Balance",
     "BatchSampler",
-    "BucketBatchSampler",
     "ChainDataset",
     "ConcatDataset",
     "DFIterDataPipe",
@@ -189,23 +208,15 @@ __all__ = [
     "DistributedSampler",
     "IterDataPipe",
     "IterableDataset",
-    "JoinSequences",
-    "LanceTable",
-    "LitDataFolder",
     "LoaderClosed",
     "LoaderError",
     "LoaderTimeout",
     "MapDataPipe",
-    "MegatronTokens",
     "Metric",
     "MetricSample",
     "Mixture",
-    "MixtureSampler",
     "NeverIteratedWarning",
     "NoEffectWarning",
-    "PackSequences",
-    "PackedLoader",
-    "PackingSampler",
     "PageLockError",
     "RandomSampler",
     "RanksDisagree",
@@ -214,10 +225,7 @@ __all__ = [
     "RemoteMapDataset",
     "RingMemoryError",
     "Sampler",
-    "SeededSampler",
-    "SequenceRows",
     "SequentialSampler",
-    "Service",
     "ServiceUnavailable",
     "ShardError",
     "ShardWriteError",
@@ -228,14 +236,10 @@ __all__ = [
     "StateError",
     "Stateful",
     "StatefulDataLoader",
-    "StatefulDistributedSampler",
-    "StatefulRandomSampler",
     "Subset",
     "SubsetRandomSampler",
     "TaskQuarantined",
     "TensorDataset",
-    "TokenBudgetBatchSampler",
-    "TokenFile",
     "TooManySkippedSamples",
     "Trace",
     "Tuning",
@@ -243,32 +247,21 @@ __all__ = [
     "WeightedRandomSampler",
     "WorkerDied",
     "WrittenShard",
-    "_DatasetKind",
-    "argument_validation",
     "default_collate",
     "default_convert",
-    "definition",
     "functional_datapipe",
     "get_worker_info",
-    "guaranteed_datapipes_determinism",
     "index_shards",
-    "index_shards_sync",
     "install",
-    "non_deterministic",
     "random_split",
     "register_batch_type",
-    "runtime_validation",
-    "runtime_validation_disabled",
-    "sample_rng",
     "share",
-    "worker_resource",
     "write_shards",
-    "write_shards_sync",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in __all__ and name not in _OWN and name not in _TORCHS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if sys.platform == "win32" and name == "install":
         from asyncloader.errors import NO_PROCESSES, UnsupportedPlatform
@@ -293,4 +286,4 @@ def _imported(module: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_OWN})

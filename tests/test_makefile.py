@@ -59,21 +59,26 @@ def test_the_target_can_be_made(target: str, fresh: Path) -> None:
         found = ROOT / module.replace(".", "/")
         assert (found / "__main__.py").is_file() or found.with_suffix(".py").is_file(), module
     for extras in re.findall(r"-e '\.\[([^\]]*)\]'", text):
-        assert set(extras.split(",")) <= declared(), extras
+        assert set(extras.split(",")) <= declared()[0], extras
+    assert set(re.findall(r"--group (\S+)", text)) <= declared()[1]
 
 
-def test_every_stamp_has_its_extras() -> None:
-    """A target with a stamp names the extras of the stamp: without them pip would be asked for ``.[]``."""
+def test_every_stamp_says_what_it_installs() -> None:
+    """A target with a stamp names extras or a group, which exist, and each group is a target's."""
     text = (ROOT / "Makefile").read_text()
-    assigned = dict(re.findall(r"^\$\(VENV\)/\.stamp-([\w-]+): EXTRAS := (\S+)$", text, re.MULTILINE))
-    waited_for = set(re.findall(r"^[\w-]+:.*\.stamp-([\w-]+)", text, re.MULTILINE))
-    assert assigned.keys() == waited_for
-    assert {name for extras in assigned.values() for name in extras.split(",")} <= declared()
+    extras, groups = (
+        dict(re.findall(rf"^\$\(VENV\)/\.stamp-([\w-]+): {name} := (\S+)$", text, re.MULTILINE))
+        for name in ("EXTRAS", "GROUP")
+    )
+    assert extras.keys() | groups.keys() == set(re.findall(r"^[\w-]+:.*\.stamp-([\w-]+)", text, re.MULTILINE))
+    assert {name for each in extras.values() for name in each.split(",")} <= declared()[0]
+    assert set(groups.values()) == declared()[1]
 
 
-def declared() -> set[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return set(project["optional-dependencies"])
+def declared() -> tuple[set[str], set[str]]:
+    """Return the extras and the dependency groups."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return set(project["project"]["optional-dependencies"]), set(project["dependency-groups"])
 
 
 def test_pages_name_targets_that_exist() -> None:

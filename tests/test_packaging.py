@@ -180,9 +180,9 @@ PLAIN = {
     "asked for its version": "import asyncloader.__main__ as a; a.main(['--version'])",
     "asked for help": "import asyncloader.__main__ as a; a.main(['serve', '--help'])",
     **{
-        f"without the extra {extra}": f"try: import asyncloader.integrations.{extra}\n"
-        f"except ImportError as error: assert '[{extra}]' in str(error)\nelse: raise AssertionError"
-        for extra in ("prometheus", "opentelemetry")
+        f"without {needed}": f"try: import asyncloader.integrations.{bridge}\n"
+        f"except ImportError as error: assert 'pip install {needed}' in str(error)\nelse: raise AssertionError"
+        for bridge, needed in (("prometheus", "prometheus-client"), ("opentelemetry", "opentelemetry-api"))
     },
 }
 EACH_IN_A_FORK = """

@@ -38,9 +38,6 @@ _EXTRAS = {
     "service": ("msgspec",),
     "notebook": ("cloudpickle",),
     "ray": ("ray", "msgspec", "cloudpickle"),
-    "progress": ("tqdm",),
-    "prometheus": ("prometheus_client",),
-    "opentelemetry": ("opentelemetry.metrics",),
     "top": ("rich",),
 }
 

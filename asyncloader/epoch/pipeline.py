@@ -413,8 +413,7 @@ class Pipeline(Listener):
 
     def _on_made(self, made: WorkerHandle | Exception, request: Request) -> None:
         """Take a replacement or a further worker, or the error that prevented it."""
-        if request.joins:
-            assert self._count is not None  # which has made the request
+        if request.joins and self._count is not None:  # which has made the request
             self._count.made(made, request)
             return
         try:

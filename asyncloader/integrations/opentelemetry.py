@@ -18,9 +18,7 @@ from time import monotonic
 try:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation, get_meter_provider
 except ImportError as error:
-    raise ImportError(
-        f"the instruments need opentelemetry ({error}): pip install 'asyncloader[opentelemetry]'"
-    ) from None
+    raise ImportError(f"the instruments need opentelemetry ({error}): pip install opentelemetry-api") from None
 
 from asyncloader.integrations.exported import ExportedLoaders, Loader
 from asyncloader.telemetry.metrics import Metric, definitions

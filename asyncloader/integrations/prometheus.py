@@ -14,9 +14,7 @@ try:
     from prometheus_client import Metric
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ImportError(
-        f"the collector needs prometheus_client ({error}): pip install 'asyncloader[prometheus]'"
-    ) from None
+    raise ImportError(f"the collector needs prometheus_client ({error}): pip install prometheus-client") from None
 
 from asyncloader.integrations.exported import ExportedLoaders, Loader
 

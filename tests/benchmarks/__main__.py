@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
     except JobFailed as failure:
         log(f"no table, because a measurement failed: {failure}")
         if options.peers:
-            log("The peers come with: pip install 'asyncloader[bench]'. --no-peers leaves them out.")
+            log("The peers come with: make bench, or pip install --group bench. --no-peers leaves them out.")
         return 2
     if wrong:
         log("no table, because content differs: " + "; ".join(wrong))

@@ -121,7 +121,7 @@ def main(arguments: list[str]) -> int:
             results = measure(name, options.rounds or (1 if options.quick else 3), quick=options.quick, log=log)
         except JobFailed as failure:
             log(f"no table, because a measurement failed: {failure}")
-            log("The peers come with: pip install 'asyncloader[bench]'.")
+            log("The peers come with: make bench, or pip install --group bench.")
             return 2
         print(f"{name}\n\n{inputs_report.table(name, results)}\n", flush=True)
         if options.save:

@@ -108,7 +108,7 @@ def main(arguments: list[str]) -> int:
         measured = measure(planned, rounds, 1.5 if options.quick else 3.0, log)
     except JobFailed as failure:
         log(f"no table, because a measurement failed: {failure}")
-        log("The peers come with: pip install 'asyncloader[bench]'.")
+        log("The peers come with: make bench, or pip install --group bench.")
         return 2
     print("\n\n".join(remote_report.tables(measured.results)), flush=True)
     log(f"{measured.load:.1f} processes wanted to run, on average")
