@@ -276,19 +276,18 @@ async def _push(
             yield feeding.found(piece, await call(reader.feed, piece))
         if reader.done:
             return
-        start += len(data)
-    chunks = pinned.stream(start=start, stop=None if stop is None else stop + behind, chunk_size=chunk_size)
-    wanted = None if stop is None else max(stop - start, 0)
+    at = start + feeding.taken
+    chunks = pinned.stream(start=at, stop=None if stop is None else stop + behind, chunk_size=chunk_size)
+    wanted = None if stop is None else max(stop - at, 0)
     feeding.buffer = ahead = StreamBuffer(chunks, most=most, wanted=wanted)
     try:
         while (chunk := await ahead.next()) is not None:
-            start += len(chunk)
             feeding.add(chunk)
             while (piece := feeding.next()) is not None:
                 yield feeding.found(piece, await call(reader.feed, piece))
             if reader.done:
                 return
-        check_size(shard, start, stop if stop is None else stop + behind)
+        check_size(shard, start + feeding.taken, stop if stop is None else stop + behind)
         yield await call(lambda _: reader.end(), b"")
     finally:
         parsing.close()
@@ -314,11 +313,14 @@ class _Feeding:
         self._report = report
         self.buffer: StreamBuffer | None = None
         """Has the next chunks, as far as they have arrived. None: it has none yet."""
+        self.taken = 0
+        """Bytes of all chunks so far."""
         self._chunk, self._at = b"", 0
         self._fault: Exception | None = None  # by which `_further` failed
 
     def add(self, chunk: bytes) -> None:
         """Go on with a chunk, once `next` has returned None."""
+        self.taken += len(chunk)
         self._chunk, self._at = chunk, 0
 
     def next(self) -> bytes | None:

@@ -56,6 +56,14 @@ async def test_every_format_is_read_whole_and_from_everywhere(url: str) -> None:
             assert rest == found[number + 1 :]
 
 
+async def test_chunks_that_arrive_while_others_are_parsed_count() -> None:
+    """A shard of several chunks ends where its listing says, however quickly they come."""
+    data = b'{"n": 1}\n' * 100_000
+    async with MemoryTransport({"a.jsonl": data}) as transport:
+        shard = shard_of("a.jsonl", range(1))._replace(size=len(data), stated=len(data))
+        assert len(await read_all(Stores(transport=transport), shard)) == 100_000
+
+
 @pytest.mark.parametrize("url", ["a.jsonl", "a.mds", "a.parquet"])
 @pytest.mark.parametrize("parts", [2, 5, 100])
 async def test_ranges_have_each_sample_once(url: str, parts: int) -> None:
