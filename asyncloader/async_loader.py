@@ -21,8 +21,7 @@ from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_or_loop import BatchCosts
-from asyncloader.epoch.thread_workers import has_thread_workers, refusal
-from asyncloader.epoch.torch_iterator import TorchIterator
+from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
     from asyncloader.live.dashboard import Dashboard
     from asyncloader.live.snapshot import Reading
     from asyncloader.progress_bar import EpochProgress
-    from asyncloader.samplers.places import Place
+    from asyncloader.state.single_steps import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
     from asyncloader.tracing.trace import Trace

@@ -18,7 +18,7 @@ from asyncloader.bridge import Bridge
 from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
-from asyncloader.epoch.thread_workers import ThreadIterator, has_thread_workers, refusal
+from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import LoaderClosed, StateError
 from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from asyncloader.live.dashboard import Dashboard
     from asyncloader.live.snapshot import Reading
     from asyncloader.progress_bar import EpochProgress
-    from asyncloader.samplers.places import Place
+    from asyncloader.state.single_steps import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
     from asyncloader.tracing.trace import Trace

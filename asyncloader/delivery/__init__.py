@@ -5,12 +5,10 @@ Data path: reorder -> [delivery] -> consumer. In the order in which a batch pass
     opener         opens an answer: a view of the slot, or a copy
     stage          a thread that works on each batch in order; the pinning stage
     device_stage   the stage that copies to a device; page-locks rings, keeps slots until their copies are done
-    transfer       copies one batch to the device and runs the user's `device_transform`
-    byte_ranges    copies tensors that are neighbours in memory together
+    transfer       copies one batch to the device, neighbours together, and runs the user's `device_transform`
     tensors        finds and replaces the tensors of a batch; static tensors for CUDA graphs
     accelerator    the interface of a device
-    cuda           CUDA: side streams, events, page-locking
-    numa           on machines with several NUMA nodes: memory and threads near the device
+    cuda           CUDA: side streams, events, page-locking; near the device on machines with several NUMA nodes
 
 This module chooses the accelerator for a `torch.device`.
 """

@@ -24,8 +24,7 @@ from typing import Any, TypeAlias
 import torch
 
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
-from asyncloader.delivery.cuda import LockingUnsupported
-from asyncloader.delivery.numa import prefer_node, stay_near
+from asyncloader.delivery.cuda import LockingUnsupported, prefer_node, stay_near
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import OnDevice, Stage
 from asyncloader.delivery.transfer import DeviceTransfer

@@ -33,10 +33,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 from asyncloader.bridge import in_thread
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import make_pool, quarantine, start_method, worker_setup
+from asyncloader.epoch.plan import make_pool, open_assignment, quarantine, start_method, worker_setup
 from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
-from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish, StoreFailed

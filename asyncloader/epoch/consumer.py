@@ -22,7 +22,7 @@ from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_scheduler
-from asyncloader.epoch.quarantine import Quarantine
+from asyncloader.epoch.quarantine import Quarantine, SkippedSampleLog
 from asyncloader.epoch.respawn import WorkerRespawner
 from asyncloader.epoch.run_reading import tell_verdict
 from asyncloader.epoch.sampler_reading import (
@@ -37,7 +37,6 @@ from asyncloader.epoch.sampler_reading import (
     Delivery,
     SamplerReading,
 )
-from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.events import (
     NOTHING,

@@ -24,8 +24,8 @@ from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher, SamplerFailure
 from asyncloader.epoch.inline_reader import make_reader
+from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.epoch.run_reading import tell_verdict
-from asyncloader.epoch.skipped_samples import SkippedSampleLog
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import LoaderSpec

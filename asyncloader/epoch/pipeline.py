@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.epoch.late_tasks import LateTasks
+from asyncloader.epoch.hedging import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
 from asyncloader.epoch.scheduler import Scheduler
@@ -147,12 +147,8 @@ class Pipeline(Listener):
 
     def start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         """Attach to the running loop and give the workers their first tasks. The consumer gets the error of that."""
-        if self._closed:
-            return
-        try:
-            self._start(offers, starts)
-        except Exception as error:
-            self._fail(error)
+        if not self._closed:
+            self._do(self._start, offers, starts)
 
     def _start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         loop = asyncio.get_running_loop()
@@ -207,14 +203,10 @@ class Pipeline(Listener):
 
     def offer(self, number: int, offers: MoreOffers) -> None:
         """Take what a sampler gives that goes on after an error. `number`: of the call; repeated, it has no effect."""
-        if self._closed or number == self._offered:
-            return
-        self._offered = number
-        self._offers += offers
-        try:
-            self._offer()
-        except Exception as error:
-            self._fail(error)
+        if not self._closed and number != self._offered:
+            self._offered = number
+            self._offers += offers
+            self._do(self._offer)
 
     def again(self, number: int) -> None:
         """Have the tasks at which a store failed made again: the consumer has come again after this failure."""
@@ -223,12 +215,8 @@ class Pipeline(Listener):
 
     def send_held(self) -> None:
         """Send the tasks that were held back and need not wait any more. See `HeldTasks`."""
-        if self._closed:
-            return
-        try:
-            self._pool.send_held()
-        except Exception as error:
-            self._fail(error)
+        if not self._closed:
+            self._do(self._pool.send_held)
 
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
@@ -440,6 +428,13 @@ class Pipeline(Listener):
             self._carry_out(self._scheduler.again(event) if isinstance(event, int) else self._scheduler.handle(event))
         except Exception as error:
             self._fail(shortage_of(error, len(self._pool.processes)) or error)
+
+    def _do(self, step: Callable[..., None], *arguments: Any) -> None:
+        """Call a step of the pipeline, whose error ends the epoch."""
+        try:
+            step(*arguments)
+        except Exception as error:
+            self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """End the epoch with this error, which the consumer gets. `close` follows, and waits for the sampler's end."""

@@ -2,14 +2,15 @@
 
 Data path: options -> [plan] -> pool, scheduler, iterators.
 
-`make_scheduler` builds the state machine of the epoch; `worker_setup` and `make_pool` build the workers.
+`make_scheduler` builds the state machine of the epoch; `worker_setup` and `make_pool` build the workers;
+`open_assignment` plans the assignment of shards, and counts the samples of fixed streams.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
@@ -20,12 +21,21 @@ from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.stream_scheduler import StreamScheduler
 from asyncloader.epoch.stream_turns import StreamTurns
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.samplers.async_sampler import PositionSource
+from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
+from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import THREADS, LocalWorkers, WorkerSource
+
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment_state import EpochAssignment
+    from asyncloader.remote.rank_shares import EpochPlan
+    from asyncloader.remote.worker_stream import LocalAssignments
 
 
 def worker_context(config: EpochConfig) -> Any:
@@ -195,3 +205,83 @@ def make_scheduler(config: EpochConfig, first: int) -> Scheduler:
         lane_of=config.lane_of,
         **options,
     )
+
+
+async def open_assignment(
+    progress: Progress, starts: Sequence[EpochStart]
+) -> tuple[EpochAssignment | None, Sequence[EpochStart]]:
+    """Plan an epoch.
+
+    Args:
+        progress: of the epoch, with its options; saves the assignment from now on.
+        starts: where each worker begins; a single one for the main process.
+
+    Returns:
+        The epoch's assignment, None for other datasets; and the starts, with the seeds of the shuffle buffers.
+
+    Raises:
+        StateError: the epoch resumes from a state of other shards.
+        ValueError, TransportError, ShardError: there are no shards, or they cannot be listed.
+    """
+    config = progress.config
+    if isinstance(config.source, PositionSource):
+        await config.source.plan(progress)
+    if not config.assigns_shards:
+        return None, starts
+    from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
+    from asyncloader.remote.shard_list import list_in_words
+    from asyncloader.remote.shard_splitting import RANGES_PER_WORKER
+
+    dataset, here, workers = config.dataset, config.topology, len(starts)
+    saved = progress.saved_assignment
+    # An epoch that resumes keeps the key of its first run, from which its shards were shared out.
+    key = progress.assignment_key if saved is None else saved_key(saved)
+    assert key is not None
+    plan: EpochPlan = await dataset.plan(
+        workers, here.rank, here.world_size, derive(key, "shards"), common=config.seeded
+    )
+    assignments = EpochAssignment(
+        dataset.shard_urls,
+        plan,
+        starts,
+        saved,
+        key=key,
+        ordered=config.in_order,
+        shuffle=getattr(dataset, "shuffle_buffer", 0),
+    )
+    progress.assignment = assignments
+    if progress.agreement is not None:
+        reads = list_in_words(dataset.shard_urls)
+        # How many shards are cut, and in seeded mode the samples' random numbers, depend on the workers of a rank.
+        if config.seeded or len(dataset.shard_urls) < RANGES_PER_WORKER * workers * here.world_size:
+            reads += f" by {workers} workers" if workers > 1 else " by 1 worker"
+        progress.agreement.reads = reads
+    return assignments, [
+        start._replace(stream_key=stream_key(key, here.rank, workers, worker)) for worker, start in enumerate(starts)
+    ]
+
+
+class InlineAssignments:
+    """`AssignmentProvider` of a reader in the main process.
+
+    Args:
+        progress: of the epoch.
+        start: where the reader begins.
+    """
+
+    def __init__(self, progress: Progress, start: EpochStart) -> None:
+        self._arguments = progress, [start]
+        self._source: LocalAssignments | None = None
+
+    async def prepare(self) -> None:
+        """Plan the epoch; errors as `open_assignment`."""
+        assignments, (start,) = await open_assignment(*self._arguments)
+        if assignments is not None:
+            from asyncloader.remote.worker_stream import LocalAssignments
+
+            self._source = LocalAssignments(assignments.assigner, start.stream_key)
+
+    def source(self, _: EpochStart) -> AssignmentSource:
+        """Return the reader's source. As `AssignmentProvider.source`."""
+        assert self._source is not None, "prepare() was not awaited"
+        return self._source

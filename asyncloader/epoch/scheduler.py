@@ -6,7 +6,7 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
   tasks are outstanding, so no more batches exist ahead of the consumer. `credits` is torch's `prefetch_factor`, or more
-  where that many batches are needed to keep enough samples in flight (`options/credits.py`). The pipeline lowers
+  where that many batches are needed to keep enough samples in flight (`most_credits`). The pipeline lowers
   `credits` when batches turn out to be large; nothing is pulled then until enough batches were taken.
 * ``assignment="round_robin"`` is torch's rule: the next worker in turn that still has data. With ``in_order=False`` a
   worker is skipped while it has its share outstanding. So the same batches come from the same workers as in torch,
@@ -33,11 +33,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from asyncloader.epoch.reassignment import Reassignment, quarantined
+from asyncloader.epoch.reassignment import Reassignment, WorkerChoice, quarantined
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.store_failures import StoreFailures
-from asyncloader.epoch.stream_tasks import StreamTasks
-from asyncloader.epoch.worker_choice import WorkerChoice
+from asyncloader.epoch.stream_turns import StreamTasks
 from asyncloader.errors import shortened
 from asyncloader.events import (
     Action,

@@ -24,12 +24,11 @@ from typing import Any
 from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.epoch.blocking_queue import BlockingQueue
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import check_workers, make_pool, quarantine, worker_setup
+from asyncloader.epoch.plan import check_workers, make_pool, open_assignment, quarantine, worker_setup
+from asyncloader.epoch.ready_queue import BlockingQueue
 from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
-from asyncloader.epoch.shard_assignment import open_assignment
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples

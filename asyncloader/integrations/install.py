@@ -32,7 +32,7 @@ from torch.utils.data.dataloader import (
 )
 
 from asyncloader.epoch.sync_inline import CountedNext
-from asyncloader.epoch.thread_workers import ThreadIterator
+from asyncloader.epoch.torch_iterator import ThreadIterator
 from asyncloader.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.process_hooks import in_forked_child

@@ -45,14 +45,12 @@ from asyncloader.options.checks import (
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened, unknown_option
 from asyncloader.options.unknown_dataset import DEPENDING, AskedAttribute, Unknown, ask_dataset
 from asyncloader.ranks.topology import RankGroupLike, topology
-from asyncloader.samplers.async_sampler import AsyncIndexSource, as_async_source
+from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource, as_async_source
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import DRAWING
-from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import Positions
-from asyncloader.samplers.seeded import SeededSampler
-from asyncloader.samplers.seeded_draws import with_seeded_draws
+from asyncloader.samplers.seeded import SeededSampler, with_seeded_draws
 from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
 from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.assignment_client import assigns_shards, is_planned

@@ -5,6 +5,11 @@ Data path: options -> [epoch_config] -> state, epoch.
 torch lets a user change most of its options until iteration begins. They are therefore read here, once, in one place;
 afterwards nothing asks the loader. Ours are fixed and read as they were given to the constructor: a user's subclass may
 have attributes of their names.
+
+The most batches that a worker may have outstanding are `prefetch_factor` in torch. A worker that fetches samples
+concurrently gets enough to keep `concurrency` samples in flight (or its threads busy), plus one that is finished and
+waits, so that the slowest sample of a batch does not stall other batches' reads. A worker of a service gets two more,
+for tasks and batches that are on the way. `workers/memory/ring_manager.py` limits their memory.
 """
 
 from __future__ import annotations
@@ -19,18 +24,40 @@ import torch
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto import AutoValue
 from asyncloader.options.checks import max_restarts
-from asyncloader.options.credits import most_credits
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.ranks.topology import Topology, process_group, topology
-from asyncloader.samplers.async_sampler import AsyncIndexSource
+from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
-from asyncloader.samplers.position_source import PositionSource
+from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.sizes import optional_size
 from asyncloader.telemetry.tuner import CONCURRENCY, LEAST_PREFETCH, MOST_PREFETCH
 from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, fetches_batches, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.dataset_streams import count_streams
+
+_ON_THE_WAY = 2
+
+
+def most_credits(dataset: Any, batch_size: object, *, least: int, concurrency: int, threads: int) -> int:
+    """Return the most batches that a copy of the dataset may have outstanding, while they are small.
+
+    Args:
+        dataset: the dataset.
+        batch_size: samples in a batch. Anything but a positive integer counts as unknown.
+        least: batches that a copy may have outstanding, however large they are.
+        concurrency: samples that a copy fetches at a time. 0 for datasets that get no more than the least: streams,
+            which are read one sample after the other, and datasets with a state of their own, which would be saved
+            further ahead.
+        threads: threads that fetch these samples; 0: they are awaited.
+    """
+    most = least
+    if concurrency and isinstance(batch_size, int) and batch_size >= 1:
+        if threads and fetches_batches(dataset):
+            batch_size = 1  # one thread fetches a whole batch
+        most = max(least, -(-concurrency // batch_size) + 1)
+    return most + (_ON_THE_WAY if isinstance(dataset, RemoteDataset) and dataset.service.remote else 0)
+
 
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "

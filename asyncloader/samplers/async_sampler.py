@@ -3,23 +3,29 @@
 Data path: [async_sampler] -> scheduler.
 
 A plain sampler advances as in torch: in the caller's thread, once per delivery. An async sampler may wait (for a queue,
-a server, feedback), so a task of the loop reads it ahead, as far as credits allow.
+a server, feedback), so a task of the loop reads it ahead, as far as credits allow. A `PositionSource` gives a rank's
+steps of a dataset's own order, which are known once the main process has counted the samples; they are read likewise.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import BatchSampler, Sampler
 
+from asyncloader.events import PositionedIndex
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import Cutter, RankView, Share
 from asyncloader.samplers.index_stream import StateLog
-from asyncloader.samplers.positions import Positions
+from asyncloader.samplers.positions import COUNTED, Positions, RestOfPositions
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.plain_calls import check_plain
+
+if TYPE_CHECKING:
+    from asyncloader.ranks.exchange import RankExchange
 
 
 @runtime_checkable
@@ -179,8 +185,6 @@ def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:
     else:
         return None
     if isinstance(sampler, Positions):
-        from asyncloader.samplers.position_source import PositionSource  # which imports this module
-
         return PositionSource(sampler, size, drop_last)
     return AsyncIndexSource(sampler, size, drop_last)
 
@@ -200,3 +204,113 @@ def feedback_target(spec: Any) -> Callable[..., Any]:
     own = (sampler for sampler in samplers if sampler is not None and type(sampler) is not BatchSampler)
     kind = next((type(sampler).__name__ for sampler in own), "the loader's sampler")
     raise TypeError(f"feedback goes to the sampler's method 'feedback', but {kind} has none; give the sampler one")
+
+
+class PositionSource(AsyncIndexSource):
+    """The scheduler's source of steps for `Positions`."""
+
+    sampler: Positions
+    ranks: RankExchange | None = None
+    """The other ranks, which plan together with this one; None: this rank plans alone."""
+
+    @property
+    def lane_of(self) -> Callable[[PositionedIndex, int], int]:
+        """A function that says which lane a step belongs to, given the number of workers: more workers than lanes make
+        each in turn.
+        """
+        return partial(_lane, self.batch, self.sampler.dataset.lanes)
+
+    @property
+    def batch(self) -> int:
+        """Samples in a global batch."""
+        return (self.share.batch_size or 1) * self.share.topology.world_size
+
+    def most_steps(self, samples: int) -> int:
+        """Return the number of steps of so many samples on any number of ranks: a short last step may be no step of
+        these.
+        """
+        return -(-samples // self.batch)
+
+    def first_log(self, _: int, /) -> StateLog | None:
+        """Return None: the state is noted by `read`, once the shards are known."""
+        return None
+
+    async def plan(self, position: ReadingPosition | None = None) -> None:
+        """Count the samples, unless that was done.
+
+        Args:
+            position: of the iterator that begins, where all ranks plan together; None: this rank plans alone.
+
+        Raises:
+            RanksDisagree: another rank would read other samples, or as many in other batches; or it could not count.
+            The errors of `PlannedDataset.plan_streams`.
+        """
+        dataset, ranks = self.sampler.dataset, self.ranks
+        if position is not None and ranks is not None and not ranks.done:
+            async with ranks.planning():
+                if not ranks.done:
+                    await ranks.compare(self._order(position))
+                    await dataset.plan_together(self.batch, ranks)
+                    ranks.done = True
+        await dataset.plan_streams(self.batch)
+
+    def _order(self, position: ReadingPosition) -> dict[str, Any]:
+        """Return the values, besides the samples, from which all ranks' batches follow.
+
+        Not the position: the ranks of a `PackedLoader` resume at windows, and even epochs, of their own.
+        """
+        dataset = self.sampler.dataset
+        saved = position.saved_sampler and position.saved_sampler["sampler"]
+        described: dict[str, Any] = {"before": [], **self.sampler.state_dict()}
+        if isinstance(saved, dict):
+            state = self.sampler.resumed(saved)
+            described |= {name: state[name] for name in ("feedback", "before") if name in state}
+        return {
+            "kind of dataset": type(dataset).__name__,
+            "seed": dataset.seed,
+            "global batch": self.batch,
+            **{name: value for name, value in described.items() if name not in COUNTED},
+            "drop_last": self.share.drop_last,
+            "on_uneven": self.share.on_uneven,
+        }
+
+    async def read(self, position: ReadingPosition) -> AsyncIterator[Any]:
+        """Yield the indices from a position on. See `AsyncIndexSource.read`."""
+        saved, ended = position.saved_sampler, position.drained
+        await self.plan(position)
+        order = self.sampler
+        if saved is not None:
+            order.load_state_dict(saved["sampler"])
+            if before := saved["sampler"].get("before"):
+                order = RestOfPositions(order, before)
+        elif ended is not None:
+            order.follow(ended["sampler"])
+        view = position.view = RankView(order.sampler(position.epoch), self.share)
+        position.total = len(view)
+        first, task = position.first_step, 0
+        # Known only now: steps were left out before the samples were counted, or the state is broken.
+        last = max([first, *(step + 1 for step in position.skipped)])
+        if last > max(position.total, self.most_steps(len(view.sampler))):
+            raise IndexError(f"epoch {position.epoch} has no step {last - 1}: it has {position.total} batches")
+        position.log = _PresentState(order)
+        for step, item in enumerate(view.iter_from(first), first):
+            if step not in position.skipped:
+                position.pulled(task, step)
+                task += 1
+                yield item
+
+
+class _PresentState(StateLog):
+    """The state of a sampler at all steps: it has no position, and changes by `feedback` alone."""
+
+    def __init__(self, sampler: Positions) -> None:
+        super().__init__(0, None)
+        self._sampler = sampler
+
+    def at(self, step: int) -> dict[str, Any]:  # noqa: ARG002
+        """Return the state as it is now."""
+        return {"at": 0, "ended": False, "sampler": self._sampler.state_dict(), "iterator": None}
+
+
+def _lane(batch: int, lanes: int, index: PositionedIndex, workers: int) -> int:
+    return index.first // batch % (lanes * max(1, workers // lanes))

@@ -14,8 +14,6 @@ import json
 from collections.abc import Callable, Generator
 from typing import Any
 
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
-
 from asyncloader.errors import StateError
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
@@ -23,18 +21,31 @@ from asyncloader.plain_context import plain_context
 from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.exchange import RankExchange
 from asyncloader.ranks.process_group import RankGroup, has_group, make_group
+from asyncloader.samplers.async_sampler import PositionSource
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
-from asyncloader.samplers.position_source import PositionSource
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
-from asyncloader.samplers.seeded import SeededSampler
-from asyncloader.state.batch_change import in_batches_of
-from asyncloader.state.cursors import continue_generator, described_data, length_or_none, reads_by_chance
+from asyncloader.state.cursors import (
+    continue_generator,
+    described_options,
+    expectations,
+    length_or_none,
+    reads_by_chance,
+    sharing_ranks,
+)
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress
-from asyncloader.state.schema import check_exact, check_generators, check_length, check_state, check_workers, compare
+from asyncloader.state.schema import (
+    check_exact,
+    check_generators,
+    check_length,
+    check_state,
+    check_workers,
+    compare,
+    in_batches_of,
+)
 from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
@@ -255,9 +266,7 @@ class StateKeeper:
                 streams["loader_streams"] = config.loader_streams
         total = length_or_none(config.index_sampler) if config.seeded and not config.iterable else None
         every, rank = config.snapshot_every, config.topology.rank
-        ranks = _sharing_ranks(config)
-        described = _described(config, ranks) | {"world_size": ranks}
-        progress = Progress(clock, described, streams, resumed, total, every, self.tally, rank)
+        progress = Progress(clock, described_options(config), streams, resumed, total, every, self.tally, rank)
         progress.config = config
         if isinstance(config.source, PositionSource) and (saved := progress.saved_sampler) is not None:
             before = saved["sampler"].get("before") if isinstance(saved["sampler"], dict) else None
@@ -344,7 +353,7 @@ class StateKeeper:
             state = as_a_set(state, config.source.sampler.dataset, expected["batch_size"])
         state = in_batches_of(expected, state, _samples(config.index_sampler))
         try:
-            compare(state, expected, _sharing_ranks(config))
+            compare(state, expected, sharing_ranks(config))
         except StateError as error:
             if isinstance(config.source, PositionSource) and state["batch_size"] != expected["batch_size"]:
                 raise StateError(f"{error}; {AS_A_SET}") from None
@@ -451,56 +460,3 @@ def _follow(progress: Progress, finished: dict[str, Any]) -> None:
             pass
     elif generators is not None and "own" in generators:
         set_generators({"own": generators["own"]}, own_generator(base_sampler(index_sampler)))
-
-
-def expectations(config: EpochConfig) -> dict[str, Any]:
-    """The part of a state that must agree with the loader that it is loaded into."""
-    return _described(config, _sharing_ranks(config)) | described_data(config, find=True)
-
-
-def _described(config: EpochConfig, ranks: int) -> dict[str, Any]:
-    """Return `expectations` without the dataset's length and data, which may take long, and are needed only with a
-    state.
-    """
-    size, drop_last, sampler = config.batch_size, config.drop_last, config.sampler
-    if config.batch_sampler is not None:
-        sampler = config.batch_sampler
-        if type(sampler) is BatchSampler:
-            size, drop_last, sampler = sampler.batch_size, sampler.drop_last, sampler.sampler
-    if not config.iterable:
-        if config.sampler_ranks is None and config.seeded:
-            size = size or 1  # without a batch size: the items of one step
-        if size is not None:
-            size *= ranks
-    arguments = getattr(sampler, "order_arguments", None)
-    return {
-        "mode": "seeded" if config.seeded else "torch",
-        "kind": "iterable" if config.iterable else "map",
-        "seed": config.seed,
-        "batch_size": size,
-        "drop_last": bool(drop_last),
-        "order": "stream" if config.iterable else _order(config),
-        "arguments": arguments if isinstance(arguments, dict) else None,
-    }
-
-
-def _sharing_ranks(config: EpochConfig) -> int:
-    """The number of ranks that a batch of the state's `batch_size` is shared among."""
-    if config.iterable:
-        return 1
-    if config.sampler_ranks is not None:
-        return config.sampler_ranks.world_size
-    return config.topology.world_size if config.seeded else 1
-
-
-def _order(config: EpochConfig) -> str:
-    if config.batch_sampler is not None and type(config.batch_sampler) is not BatchSampler:
-        return "batch_sampler"
-    sampler = config.sampler
-    if isinstance(sampler, SequentialSampler) or (type(sampler) is SeededSampler and not sampler.shuffle):
-        return "sequential"
-    if type(sampler) is SeededSampler and sampler.seed != config.seed:
-        return f"shuffled by seed {sampler.seed}"
-    if isinstance(sampler, RandomSampler) or type(sampler) is SeededSampler:
-        return "shuffled"
-    return "sampler"

@@ -1,4 +1,4 @@
-"""Computes parts of a position for `Progress`: steps, cursors, and what a state says of the data.
+"""Computes parts of a position for `Progress`: steps, cursors, and what a state says of the options and the data.
 
 Data path: dataset_state -> [cursors] -> progress.
 """
@@ -8,9 +8,12 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.generators import generator_text, set_generators
 from asyncloader.samplers.index_stream import IndexStream
+from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.dataset_kinds import digest_of
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 
@@ -84,3 +87,60 @@ def length_or_none(index_sampler: Any) -> int | None:
         return len(index_sampler)
     except TypeError:
         return None
+
+
+def expectations(config: EpochConfig) -> dict[str, Any]:
+    """The part of a state that must agree with the loader that it is loaded into."""
+    found = described_options(config) | described_data(config, find=True)
+    del found["world_size"]
+    return found
+
+
+def described_options(config: EpochConfig) -> dict[str, Any]:
+    """Return `expectations` without the dataset's length and data, which may take long, and are needed only with a
+    state; and the number of ranks that share a batch.
+    """
+    ranks = sharing_ranks(config)
+    size, drop_last, sampler = config.batch_size, config.drop_last, config.sampler
+    if config.batch_sampler is not None:
+        sampler = config.batch_sampler
+        if type(sampler) is BatchSampler:
+            size, drop_last, sampler = sampler.batch_size, sampler.drop_last, sampler.sampler
+    if not config.iterable:
+        if config.sampler_ranks is None and config.seeded:
+            size = size or 1  # without a batch size: the items of one step
+        if size is not None:
+            size *= ranks
+    arguments = getattr(sampler, "order_arguments", None)
+    return {
+        "mode": "seeded" if config.seeded else "torch",
+        "kind": "iterable" if config.iterable else "map",
+        "seed": config.seed,
+        "batch_size": size,
+        "drop_last": bool(drop_last),
+        "order": "stream" if config.iterable else _order(config),
+        "arguments": arguments if isinstance(arguments, dict) else None,
+        "world_size": ranks,
+    }
+
+
+def sharing_ranks(config: EpochConfig) -> int:
+    """The number of ranks that a batch of the state's `batch_size` is shared among."""
+    if config.iterable:
+        return 1
+    if config.sampler_ranks is not None:
+        return config.sampler_ranks.world_size
+    return config.topology.world_size if config.seeded else 1
+
+
+def _order(config: EpochConfig) -> str:
+    if config.batch_sampler is not None and type(config.batch_sampler) is not BatchSampler:
+        return "batch_sampler"
+    sampler = config.sampler
+    if isinstance(sampler, SequentialSampler) or (type(sampler) is SeededSampler and not sampler.shuffle):
+        return "sequential"
+    if type(sampler) is SeededSampler and sampler.seed != config.seed:
+        return f"shuffled by seed {sampler.seed}"
+    if isinstance(sampler, RandomSampler) or type(sampler) is SeededSampler:
+        return "shuffled"
+    return "sampler"

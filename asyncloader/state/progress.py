@@ -275,8 +275,8 @@ class Progress:
             generator.set_state(state)
 
     def drawn(self) -> None:
-        """The epoch's numbers were drawn, as in the loaded position within it."""
-        if self.config.iterable and self._resumed is not None:
+        """The epoch's numbers were drawn, as in the loaded position within it. Of a stream."""
+        if self._resumed is not None:
             parts.continue_generator(self.config, self._resumed)
 
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:

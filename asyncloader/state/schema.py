@@ -10,7 +10,7 @@ states are):
     kind           "map" or "iterable"
     seed, length, batch_size, drop_last, order
                    must agree with the loader; `batch_size` is that of all ranks together, and may differ where
-                   `batch_change.py` finds the position in other batches
+                   `in_batches_of` finds the position in other batches
     arguments      those of the sampler from which its order follows, by name; None: it does not tell them. They must
                    agree within an epoch. Not in states of earlier versions
     data_digest    digest of the data that a map dataset reads; None: it does not know. It must agree within an epoch.
@@ -33,6 +33,10 @@ states are):
 
 All ranks of a map dataset in seeded mode have the same state. Keys that are not listed are ignored: Accelerate adds
 some. Only its key ``_iterator_finished`` is read: it says that the epoch is over.
+
+In seeded mode a sample's random numbers follow from its place in the epoch's order, not from its batch. Where that
+order is computed from the seed, the position is the number of delivered samples: a loader with other batches, by
+`batch_size` or by the number of ranks, goes on from it if one of its own batches begins there (`in_batches_of`).
 """
 
 from __future__ import annotations
@@ -43,7 +47,6 @@ from typing import Any
 
 from asyncloader.errors import StateError
 from asyncloader.samplers.generators import generator_state
-from asyncloader.state.batch_change import explain_batch_change
 
 VERSION = 2
 
@@ -393,3 +396,74 @@ def check_exact(workers: dict[str, Any], *, stream: bool) -> None:
                 f"drops what was delivered ({sum(workers['given'])} batches here), which is exact if the dataset gives "
                 "the same samples again"
             )
+
+
+def in_batches_of(expected: dict[str, Any], state: dict[str, Any], samples: int | None) -> dict[str, Any]:
+    """Return the state with its position counted in the loader's global batches; unchanged where that is impossible.
+
+    Args:
+        expected: the part of a state that must agree with the loader.
+        state: a checked state.
+        samples: number of samples in the epoch's order; None if unknown.
+    """
+    saved, size = state["batch_size"], expected["batch_size"]
+    differing = [name for name, value in expected.items() if state[name] != value]
+    if differing != ["batch_size"] or saved is None or size is None or saved <= 0:
+        return state
+    if samples is None or not _is_computed(state):
+        return state
+    delivered = state["step"] * saved
+    if state["finished"]:
+        step = 0  # the next epoch begins at its first sample
+    elif delivered - saved < samples <= delivered:
+        step = -(-samples // size)  # the epoch's last batch, which need not be full, was delivered
+    # A batch of this loader begins at the first sample that was not delivered.
+    elif delivered < samples and delivered % size == 0:
+        step = delivered // size
+    else:
+        return state
+    return {**state, "step": step, "batch_size": size}
+
+
+def explain_batch_change(state: dict[str, Any], size: int, ranks: int) -> str:
+    """Return the error's text for a state whose global batch is not the loader's, with the settings that would fit.
+
+    Args:
+        state: a checked state with a batch size.
+        size: the loader's global batch.
+        ranks: the number of ranks that share the loader's batches.
+    """
+    saved, before = state["batch_size"], state["world_size"]
+    if ranks == 1 and before in (None, 1):
+        text = f"the state was saved with batch_size={saved}, but this loader has batch_size={size}; "
+        text += f"use batch_size={saved}"
+    else:
+        had = "" if before is None or saved % before else f" ({_on_ranks(saved // before, before)})"
+        text = (
+            f"the state was saved with a global batch of {saved} samples{had}, but this loader's is {size} "
+            f"({_on_ranks(size // ranks, ranks)}); "
+        )
+        text += (
+            f"use {_on_ranks(saved // ranks, ranks)}"
+            if saved % ranks == 0
+            else f"world_size={ranks} does not divide {saved}: resume with a number of ranks that does"
+        )
+    if _is_computed(state) and state["step"]:
+        text += f", or a global batch that divides the {state['step'] * saved} samples that were delivered"
+    return text
+
+
+def _on_ranks(batch_size: int, ranks: int) -> str:
+    return f"batch_size={batch_size} on {ranks} rank{'' if ranks == 1 else 's'}"
+
+
+def _is_computed(state: dict[str, Any]) -> bool:
+    """Whether the position is a number of samples alone: neither the sampler, nor a generator that it draws from, nor
+    the dataset has a state, and batches were delivered in order.
+    """
+    return (
+        (state["mode"], state["kind"]) == ("seeded", "map")
+        and state["order"] in ("sequential", "shuffled")
+        and not state["beyond"]
+        and all(state[name] is None for name in ("sampler", "generators", "workers"))
+    )

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.delivery.byte_ranges import JOINED_BYTES, copy_ranges
+from asyncloader.delivery.transfer import JOINED_BYTES, copy_ranges
 from tests.delivery.answers import deliver, new_ring
 from tests.delivery.test_device_stage import World
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.delivery import numa
+from asyncloader.delivery import cuda
 from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
@@ -34,8 +34,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
         for node, text in enumerate(cores):
             (tmp_path / f"nodes/node{node}").mkdir(parents=True)
             (tmp_path / f"nodes/node{node}/cpulist").write_text(f"{text}\n")
-        monkeypatch.setattr(numa, "_PCI", tmp_path / "pci")
-        monkeypatch.setattr(numa, "_NODES", tmp_path / "nodes")
+        monkeypatch.setattr(cuda, "_PCI", tmp_path / "pci")
+        monkeypatch.setattr(cuda, "_NODES", tmp_path / "nodes")
 
     return make
 
@@ -46,8 +46,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., No
 def test_a_devices_node(device: str, nodes: int, expected: int | None, machine: Callable[..., None]) -> None:
     """It is known where the machine has several nodes and the system names the device's."""
     machine(device, *["0"] * nodes)
-    assert numa.node_of("0000:3B:00.0") == expected
-    assert numa.node_of("0000:99:00.0") is None
+    assert cuda.node_of("0000:3B:00.0") == expected
+    assert cuda.node_of("0000:99:00.0") is None
 
 
 @LINUX_ONLY
@@ -60,7 +60,7 @@ def test_a_thread_near_the_device(cores: str, machine: Callable[..., None]) -> N
     found: list[set[int]] = []
 
     def run() -> None:
-        numa.stay_near(1)
+        cuda.stay_near(1)
         found.append(os.sched_getaffinity(0))
 
     thread = threading.Thread(target=run)
@@ -101,7 +101,7 @@ def test_the_pages_of_a_ring_that_is_locked() -> None:
         asked.append((address, nbytes))
         return lambda: None
 
-    ring.lock_pages(lock, lambda address, nbytes: numa.prefer_node(address, nbytes, 0))
+    ring.lock_pages(lock, lambda address, nbytes: cuda.prefer_node(address, nbytes, 0))
     ((address, nbytes),) = asked
     assert nbytes == 12 * PAGE
     mode = ctypes.c_int(-1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.epoch.blocking_queue import BlockingQueue
+from asyncloader.epoch.ready_queue import BlockingQueue
 from tests.helpers.interrupting import Interrupt, unnoticed_signal
 
 ROUNDS = 5_000

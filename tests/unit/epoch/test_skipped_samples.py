@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from asyncloader.epoch.skipped_samples import SkippedSampleLog
+from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.errors import TooManySkippedSamples
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample

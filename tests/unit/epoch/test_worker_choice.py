@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.epoch.worker_choice import WorkerChoice
+from asyncloader.epoch.reassignment import WorkerChoice
 
 SHARE = 3
 

@@ -26,7 +26,7 @@ from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import flattened
 from asyncloader.ranks.topology import Topology, topology
 from asyncloader.samplers.distributed import Share, rank_view
-from asyncloader.state.checkpoint import expectations
+from asyncloader.state.cursors import expectations
 
 DATA = TensorDataset(torch.arange(20))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from asyncloader import BucketBatchSampler, SeededSampler
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import RankView, Share
-from asyncloader.samplers.places import Place, places
+from asyncloader.state.single_steps import Place, places
 
 RULES = st.sampled_from(["drop", "pad", "repeat"])
 

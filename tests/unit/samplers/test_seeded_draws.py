@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from asyncloader import DataLoader
-from asyncloader.samplers.seeded_draws import SeededDraws, with_seeded_draws
+from asyncloader.samplers.seeded import SeededDraws, with_seeded_draws
 from asyncloader.workers.fetch.seeding import derive
 
 LENGTH = 103

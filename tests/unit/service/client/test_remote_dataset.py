@@ -16,8 +16,7 @@ from torch.utils.data import RandomSampler
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Service, ServiceUnavailable
 from asyncloader.errors import NoEffectWarning
-from asyncloader.samplers.seeded import SeededSampler
-from asyncloader.samplers.seeded_draws import SeededDraws
+from asyncloader.samplers.seeded import SeededDraws, SeededSampler
 from asyncloader.service.client import connect
 from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.protocol.records import DatasetInfo
