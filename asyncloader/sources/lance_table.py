@@ -9,7 +9,6 @@ used Lance is refused, because Lance may hang or crash there.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import operator
@@ -17,9 +16,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -30,7 +28,6 @@ from asyncloader.sources import lance_version
 from asyncloader.sources.tokens import positions
 from asyncloader.transports import ReadFailed
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
-from asyncloader.workers.fetch.worker_resource import worker_resource
 
 _inherited = False
 """Whether this process was forked from one that had imported lance."""
@@ -50,19 +47,6 @@ class _LanceVersion(NamedTuple):
     rows: int
     written: str
     blobs: tuple[str, ...]
-
-
-class _OpenVersion(Protocol):
-    """A version that Lance has opened."""
-
-    def take(self, indices: list[int], columns: list[str] | None) -> Any:
-        """Return the rows as a table of Arrow, with a description in the place of each blob."""
-
-    def read_blobs(
-        self, blob_column: str, *, indices: list[int], preserve_order: bool
-    ) -> list[tuple[int, bytes | None]]:
-        """Return the addresses and blobs of the rows."""
-        ...
 
 
 class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
@@ -114,18 +98,15 @@ class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
         self.version = None if version is None else operator.index(version)
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._description: _LanceVersion | None = None
-        self._prepare()
-
-    def _prepare(self) -> None:
+        self._opened: tuple[int, Any] | None = None  # the process's, and the version that Lance has opened
         in_forked_child(_note_fork)
-        self._opened = worker_resource(partial(_open, self._storage_options), shared=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_opened"}
+        return vars(self) | {"_opened": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._prepare()
+        in_forked_child(_note_fork)
 
     def __len__(self) -> int:
         """Number of rows of the version.
@@ -155,21 +136,16 @@ class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
         numbers = positions(indices, found.rows)
         if not len(numbers):
             return []
-        # Once each, ascending: what Lance reads best.
-        unique, firsts, places = np.unique(numbers, return_index=True, return_inverse=True)
-        asked = unique.tolist()
+        asked = numbers.tolist()
         try:
-            with self._opened((self.uri, found.version, found.written)) as dataset:
-                table = dataset.take(asked, columns=self.columns)
-                blobs = {
-                    name: [blob for _, blob in dataset.read_blobs(name, indices=asked, preserve_order=True)]
-                    for name in found.blobs
-                }
-        except ReadFailed:
-            raise
+            dataset = self._open(found)
+            table = dataset.take(asked, columns=self.columns)
+            blobs = {
+                name: [blob for _, blob in dataset.read_blobs(name, indices=asked, preserve_order=True)]
+                for name in found.blobs
+            }
         except BaseException as error:
-            if not lance_version.is_failure(error):
-                raise
+            _refuse_others(error)
             raise ReadFailed(f"rows of {self.uri} cannot be read: {type(error).__name__}: {error}") from error
         names = table.column_names
         columns = [
@@ -177,24 +153,35 @@ class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
             for name, column in zip(names, table.columns, strict=True)
         ]
         lists = [each.tolist() if isinstance(each, np.ndarray) and each.ndim == 1 else each for each in columns]
-        rows = [
+        return [
             {name: _alone(column[place]) for name, column in zip(names, lists, strict=True)}
             for place in range(len(asked))
         ]
-        # Rows that are asked for again are apart: copies, before the caller changes the first.
-        return [
-            rows[place] if firsts[place] == number else copy.deepcopy(rows[place])
-            for number, place in enumerate(places.tolist())
-        ]
+
+    def _open(self, described: _LanceVersion) -> Any:
+        if self._opened is None or self._opened[0] != os.getpid():
+            found = _lance().dataset(self.uri, version=described.version, storage_options=self._storage_options)
+            if (now := lance_version.written(found)) != described.written:
+                raise ReadFailed(
+                    f"{self.uri} has been made anew: its version {described.version} was written at "
+                    f"{described.written} when its rows were counted, and is of {now}. Make the LanceTable anew"
+                )
+            self._opened = os.getpid(), found  # another thread may do so at the same time: both read the same
+        return self._opened[1]
 
     def _described(self) -> _LanceVersion:
         if self._description is None:
             asked = {"uri": self.uri, "version": self.version, "storage_options": self._storage_options}
             # Nothing is gained by another process where Lance is in use anyway, or where nothing forks.
-            alone = "lance" not in sys.modules and hasattr(os, "fork")
-            found = _describe_apart(asked) if alone else lance_version.describe(_lance(), asked)
-            if "error" in found:
-                raise ReadFailed(f"{self.uri} cannot be read by lance: {found['error']}")
+            if "lance" not in sys.modules and hasattr(os, "fork"):
+                found = _describe_apart(asked)
+            else:
+                try:
+                    found = lance_version.describe(_lance(), **asked)
+                except BaseException as error:
+                    _refuse_others(error)
+                    text = f"{self.uri} cannot be read by lance: {type(error).__name__}: {error}"
+                    raise ReadFailed(text) from error
             if missing := sorted({*(self.columns or [])} - {*found["names"]}):
                 raise ReadFailed(f"{self.uri} has no column {missing[0]!r}; it has {', '.join(found['names'])}")
             read = found["names"] if self.columns is None else self.columns
@@ -234,20 +221,16 @@ def _lance() -> Any:
     return importlib.import_module("lance")
 
 
-def _open(storage_options: dict[str, str] | None, key: tuple[str, int, str]) -> _OpenVersion:
-    uri, version, written = key
-    found: Any = _lance().dataset(uri, version=version, storage_options=storage_options)
-    if (now := lance_version.written(found)) != written:
-        raise ReadFailed(
-            f"{uri} has been made anew: its version {version} was written at {written} when its rows were counted, and "
-            f"is of {now}. Make the LanceTable anew"
-        )
-    opened: _OpenVersion = found
-    return opened
+def _refuse_others(error: BaseException) -> None:
+    """Raise an error again that is not Lance's. Damaged files may cause a panic of Rust, which is no `Exception`: the
+    worker would end by it.
+    """
+    if isinstance(error, ReadFailed) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        raise error
 
 
 def _describe_apart(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return what `describe` does, from a process that ends."""
+    """Return the answer of `describe`, from a process that ends."""
     ended = subprocess.run(
         [sys.executable, "-P", lance_version.__file__],  # without its folder, whose modules would hide others
         input=json.dumps({**asked, "path": sys.path}),
@@ -255,8 +238,8 @@ def _describe_apart(asked: dict[str, Any]) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    lines = ended.stdout.splitlines()
-    if ended.returncode or not lines:
-        return {"error": f"its process ended with {ended.returncode}: {ended.stderr[-500:]}"}
-    found: dict[str, Any] = json.loads(lines[-1])
+    if ended.returncode:
+        reason = (ended.stderr.strip().splitlines() or [f"its process ended with {ended.returncode}"])[-1]
+        raise ReadFailed(f"{asked['uri']} cannot be read by lance: {reason}")
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return found

@@ -15,35 +15,23 @@ from datetime import UTC, datetime
 from typing import Any
 
 
-def describe(lance: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def describe(lance: Any, **asked: Any) -> dict[str, Any]:
     """Return a version's ``version``, ``rows``, ``written`` (when), ``names`` of columns, and those of them that are
-    ``blobs`` or ``hold_blobs`` deeper inside; or an ``error``.
+    ``blobs`` or ``hold_blobs`` deeper inside. Raises Lance's errors.
 
     Args:
         lance: the module.
         asked: ``uri``, ``version`` (None: the newest) and ``storage_options``.
     """
-    try:
-        found = lance.dataset(asked["uri"], version=asked["version"], storage_options=asked["storage_options"])
-        return {
-            "version": found.version,
-            "rows": found.count_rows(),
-            "written": written(found),
-            "names": found.schema.names,
-            "blobs": [field.name for field in found.schema if _is_blob(field)],
-            "hold_blobs": [field.name for field in found.schema if not _is_blob(field) and _holds_blobs(field)],
-        }
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        return {"error": f"{type(error).__name__}: {error}"}
-
-
-def is_failure(error: BaseException) -> bool:
-    """Return whether an error is one of Lance's. Damaged files may cause a panic of Rust, which is no `Exception`: the
-    worker would end by it.
-    """
-    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    found = lance.dataset(**asked)
+    return {
+        "version": found.version,
+        "rows": found.count_rows(),
+        "written": written(found),
+        "names": found.schema.names,
+        "blobs": [field.name for field in found.schema if _is_blob(field)],
+        "hold_blobs": [field.name for field in found.schema if not _is_blob(field) and _holds_blobs(field)],
+    }
 
 
 def written(dataset: Any) -> str:
@@ -66,17 +54,7 @@ def _holds_blobs(field: Any) -> bool:
     return _is_blob(field) or any(map(_holds_blobs, inner))
 
 
-def _main() -> None:
-    asked = json.load(sys.stdin)
-    sys.path[:] = asked["path"]
-    try:
-        lance = importlib.import_module("lance")
-    except Exception as error:
-        answer = {"error": f"{type(error).__name__}: {error}"}
-    else:
-        answer = describe(lance, asked)
-    sys.stdout.write("\n" + json.dumps(answer))
-
-
 if __name__ == "__main__":
-    _main()
+    arguments = json.load(sys.stdin)
+    sys.path[:] = arguments.pop("path")
+    sys.stdout.write("\n" + json.dumps(describe(importlib.import_module("lance"), **arguments)))

@@ -10,25 +10,25 @@ that a chunk is the file that it was is checked before samples are read from it,
 from __future__ import annotations
 
 import hashlib
+import json
 import operator
 import os
-import stat
+import threading
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
 from asyncloader.errors import ShardError
-from asyncloader.sources.litdata_index import MAX_INDEX_BYTES, ChunkTable, parse_index
-from asyncloader.sources.local_file import LocalFile
-from asyncloader.sources.tokens import positions
+from asyncloader.sources.tokens import MappedFile, positions
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
-from asyncloader.workers.fetch.worker_resource import worker_resource
+
+_ITEMS, _TOKENS = "PyTreeLoader", "TokensLoader"
+
+_PLAIN = frozenset((bool, int, float, str, bytes))
 
 
 class LitDataFolder(Dataset[Any], DigestedDataset):
@@ -38,8 +38,8 @@ class LitDataFolder(Dataset[Any], DigestedDataset):
         sample = data[0]    # as litdata.StreamingDataset("optimized")[0]
 
     It needs ``pip install 'asyncloader[litdata]'``, then ``pip install --no-deps litdata``. When the dataset is made,
-    the index is checked, and that all chunks exist. A sample's tensors, arrays and bytes are its own: no map of a file
-    lies under them. The samples of a batch are read in the order of the files.
+    the index is read, and that all chunks exist is checked. A sample's tensors, arrays and bytes are its own: no map of
+    a file lies under them. The samples of a batch are read in the order of the files.
 
     LitData unpickles values that it has no type for (``pickle`` and ``graph`` in the index): read only folders that
     you trust. A folder whose chunks are encrypted, or compressed as whole files, is refused.
@@ -72,23 +72,46 @@ class LitDataFolder(Dataset[Any], DigestedDataset):
         if self.block_size is not None and self.block_size < 1:
             raise ValueError(f"block_size must be at least 1, not {self.block_size}")
         self.path = os.path.abspath(os.fspath(path))  # noqa: PTH100 - a str is kept
-        self._index = index = LocalFile(f"{self.path}/index.json")
-        if index.size > MAX_INDEX_BYTES:
-            raise ShardError(f"the index has more than {MAX_INDEX_BYTES:,} bytes", url=index.path)
-        data = np.empty(index.size, np.uint8)
-        index.read_into(data, 0)
-        index.check()
-        self._chunks = parse_index(data.tobytes(), self.block_size, index.path)
-        self._files = np.array([self._identity(number) for number in range(len(self._chunks.names))], np.int64)
-        self._readers = worker_resource(partial(_FolderReader, self.block_size, dict(serializers or {})))
+        self._index = index = MappedFile(f"{self.path}/index.json")
+        try:
+            found = json.loads(index.array(np.uint8).tobytes())
+            config, chunks = dict(found["config"]), list(found["chunks"])
+            names = [str(chunk["filename"]) for chunk in chunks]
+            counts = [int(chunk["chunk_size"]) for chunk in chunks]
+            least = [int(chunk["chunk_bytes"]) for chunk in chunks]
+            loader = config.get("item_loader", _ITEMS)  # the first versions have one kind of item
+            tokens = [int(chunk["dim"]) for chunk in chunks] if loader == _TOKENS else None
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            kind = type(error).__name__
+            raise ShardError(f"this is no index of LitData: {kind}: {error}", url=index.path) from error
+        _check_form(config, loader, index.path)
+        if (self.block_size is None) is not (tokens is None):
+            raise ValueError(
+                f"{index.path} is of tokens, whose samples are blocks: give block_size="
+                if tokens is not None
+                else f"block_size={block_size} is for a folder of tokens, and {index.path} is of {loader}"
+            )
+        if tokens is not None and self.block_size is not None:
+            counts = [count // self.block_size for count in tokens]
+        self._starts = np.cumsum([0, *counts])
+        self._names = names
+        self._chunks = [self._chunk(name, size) for name, size in zip(names, least, strict=True)]
+        self._serializers = dict(serializers or {})
+        self._readers = threading.local()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_readers"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._readers = threading.local()
 
     def __len__(self) -> int:
-        return int(self._chunks.starts[-1])
+        return int(self._starts[-1])
 
     def data_digest(self, *, find: bool) -> str:  # noqa: ARG002 - it is known
         """Return a digest of the chunks' names, sizes and samples, as `DigestedDataset.data_digest`."""
-        chunks = self._chunks
-        text = repr((chunks.names, self._files[:, 0].tolist(), chunks.starts.tolist()))
+        text = repr((self._names, [chunk.size for chunk in self._chunks], self._starts.tolist()))
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
     def __getitem__(self, index: int) -> Any:
@@ -105,90 +128,76 @@ class LitDataFolder(Dataset[Any], DigestedDataset):
         numbers = positions(indices, len(self))
         order = np.argsort(numbers, kind="stable")
         found: list[Any] = [None] * len(numbers)
-        if not found:
-            return found
-        chunks = _chunks_of(self._chunks, numbers[order])
-        self._check(np.unique(chunks))
-        with self._readers(self.path) as reader:
-            for place, number, chunk in zip(order.tolist(), numbers[order].tolist(), chunks.tolist(), strict=True):
-                try:
-                    found[place] = own(reader.read(number))
-                except Exception as error:
-                    raise ShardError(
-                        f"sample {number:,} cannot be read: {type(error).__name__}: {error}", url=self._url(chunk)
-                    ) from error
-        self._check(np.unique(chunks))
-        return found
-
-    def _url(self, chunk: int) -> str:
-        return f"{self.path}/{self._chunks.names[chunk]}"
-
-    def _check(self, chunks: npt.NDArray[np.int64]) -> None:
-        self._index.check()
-        for chunk in chunks.tolist():
-            found = self._identity(chunk)
-            if found != tuple(self._files[chunk].tolist()):
+        # The last of the chunks that begin here: chunks without a sample begin where the next does.
+        chunks = np.searchsorted(self._starts, numbers[order], side="right") - 1
+        files = [self._index, *(self._chunks[chunk] for chunk in np.unique(chunks).tolist())]
+        for file in files:
+            file.check()
+        for place, number, chunk in zip(order.tolist(), numbers[order].tolist(), chunks.tolist(), strict=True):
+            try:
+                found[place] = own(self._read(number))
+            except Exception as error:
                 raise ShardError(
-                    f"the file has changed: it had {int(self._files[chunk, 0]):,} bytes when the dataset was made, and "
-                    f"has {found[0]:,}. Make the dataset anew",
-                    url=self._url(chunk),
-                )
-
-    def _identity(self, chunk: int) -> tuple[int, int]:
-        """Return the size and time of change of a chunk's file."""
-        try:
-            status = os.stat(self._url(chunk))  # noqa: PTH116 - a str is kept
-        except OSError as error:
-            raise ShardError(f"the chunk cannot be read: {error.strerror}", url=self._url(chunk)) from error
-        least = int(self._chunks.least_bytes[chunk])
-        if not stat.S_ISREG(status.st_mode) or status.st_size < least:
-            raise ShardError(
-                f"the chunk was cut, or is no file: it has {status.st_size:,} bytes, and {least:,} by its index",
-                url=self._url(chunk),
-            )
-        return status.st_size, status.st_mtime_ns
-
-    def __repr__(self) -> str:
-        return f"<LitDataFolder {self.path!r}: {len(self):,} samples in {len(self._chunks.names):,} chunks>"
-
-
-def _chunks_of(table: ChunkTable, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the chunk of each sample."""
-    # The last of those that begin here: chunks without a sample begin where the next does.
-    return np.searchsorted(table.starts, numbers, side="right") - 1
-
-
-class _FolderReader:
-    """LitData's reader of a folder. Used by one thread at a time."""
-
-    def __init__(self, block_size: int | None, serializers: dict[str, Any], path: str) -> None:
-        self._options = block_size, serializers, path
-        self._dataset: Any = None
-
-    def read(self, number: int) -> Any:
-        """Return a sample, as LitData makes it."""
-        # It is left out of use while it reads: after an error, LitData's reader may take the chunk before for the chunk
-        # that it could not read, and return samples of that.
-        dataset, self._dataset = self._open() if self._dataset is None else self._dataset, None
-        try:
-            found = dataset[number]
-            self._dataset = dataset
-        finally:
-            del dataset  # an error's traceback would hold the files open
+                    f"sample {number:,} cannot be read: {type(error).__name__}: {error}", url=self._chunks[chunk].path
+                ) from error
+        for file in files:
+            file.check()
         return found
+
+    def _chunk(self, name: str, least: int) -> MappedFile:
+        """Return a chunk's file. Raises ShardError: it has fewer bytes than the index says, or is no file."""
+        path = f"{self.path}/{name}"
+        try:
+            file = MappedFile(path)
+        except OSError as error:
+            raise ShardError(f"the chunk cannot be read: {error.strerror or error}", url=path) from error
+        if file.size < least:
+            raise ShardError(f"the chunk was cut: it has {file.size:,} bytes, and {least:,} by its index", url=path)
+        return file
+
+    def _read(self, number: int) -> Any:
+        # A forked child makes a reader of its own. While it reads, a reader is left out of use: after an error, LitData
+        # may take the chunk before for the chunk that it could not read, and return samples of that.
+        pid, reader = getattr(self._readers, "kept", (0, None))
+        if reader is None or pid != os.getpid():
+            reader = self._open()
+        self._readers.kept = 0, None
+        try:
+            sample = reader[number]
+            self._readers.kept = os.getpid(), reader
+        finally:
+            del reader  # an error's traceback would hold the files open
+        return sample
 
     def _open(self) -> Any:
         from litdata import StreamingDataset, TokensLoader
         from litdata.streaming.resolver import Dir
 
-        block_size, serializers, path = self._options
         # Each sample is decoded alone: a window of them would be decoded anew for each, in the order of a shuffle.
         return StreamingDataset(
-            Dir(path=path, url=None),
-            item_loader=None if block_size is None else TokensLoader(block_size=block_size),
-            serializers=serializers or None,
+            Dir(path=self.path, url=None),
+            item_loader=None if self.block_size is None else TokensLoader(block_size=self.block_size),
+            serializers=self._serializers or None,
             batch_decode=0,
         )
+
+    def __repr__(self) -> str:
+        return f"<LitDataFolder {self.path!r}: {len(self):,} samples in {len(self._chunks):,} chunks>"
+
+
+def _check_form(config: dict[str, Any], loader: Any, url: str) -> None:
+    why = None
+    if loader not in (_ITEMS, _TOKENS):
+        why = f"its items are of {str(loader)[:80]!r}; those of {_ITEMS} and {_TOKENS} can be read"
+    elif config.get("encryption") is not None:
+        why = "it is encrypted"
+    elif config.get("compression") and not config.get("compression_level"):
+        why = (
+            "its chunks are compressed as whole files, which LitData replaces by decompressed files as it reads them. "
+            'Write it with compression_level="batch", or without compression'
+        )
+    if why is not None:
+        raise ShardError(f"the folder cannot be read in place: {why}", url=url)
 
 
 def own(value: Any) -> Any:
@@ -213,6 +222,3 @@ def _own_leaf(value: Any) -> Any:
     if isinstance(value, np.ndarray) and not value.flags.writeable:  # LitData's own are copies; the maps are read-only
         return value.copy()
     return value
-
-
-_PLAIN = frozenset((bool, int, float, str, bytes))

@@ -1,12 +1,17 @@
 """Windows of a file of raw tokens, as a map dataset.
 
-Data path: file -> local_file -> [tokens] -> worker.
+Data path: file -> numpy.memmap -> [tokens] -> worker.
+
+Tokens are copied out of a map of the file. The system ends a process (SIGBUS) that reads a part of a map which another
+program has just cut off. So the file's size and time of change are compared before each batch, too; a cut between that
+look and the copy still ends the worker, which the loader reports.
 """
 
 from __future__ import annotations
 
 import operator
 import os
+import stat
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +20,6 @@ import numpy.typing as npt
 from torch.utils.data import Dataset
 
 from asyncloader.errors import ShardError
-from asyncloader.sources.local_file import LocalFile
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
 Tokens = np.ndarray[Any, np.dtype[Any]]
@@ -53,6 +57,66 @@ def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[n
         raise IndexError(f"sample {int(found[wrong][0]):,} of a dataset of {length:,}")
     found = found.astype(np.int64, copy=False)
     return np.where(found < 0, found + length, found)
+
+
+class MappedFile:
+    """A local file of numbers. Each process maps it when it first reads; a pickled copy must find the same file.
+
+    Args:
+        path: the file. A relative path is taken from the current folder now, not from that of a worker.
+
+    Attributes:
+        path: its absolute path.
+        size: its bytes, when this object was made.
+
+    Raises:
+        OSError: it does not exist, or is no regular file.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.path.abspath(os.fspath(path))  # noqa: PTH100 - a str is kept
+        status = os.stat(self.path)  # noqa: PTH116 - as above
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(f"{self.path} is no regular file")
+        self.size = status.st_size
+        self._modified_ns = status.st_mtime_ns
+        self._bytes: np.ndarray[Any, np.dtype[np.uint8]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_bytes": None}
+
+    def check(self) -> None:
+        """Raise ShardError if the file is gone, or was changed since this object was made."""
+        try:
+            status = os.stat(self.path)  # noqa: PTH116 - a str is kept
+        except OSError as error:
+            raise ShardError(f"the file cannot be read any more: {error.strerror}", url=self.path) from error
+        if (status.st_size, status.st_mtime_ns) != (self.size, self._modified_ns):
+            written = ", written since" if status.st_size == self.size else ""
+            raise ShardError(
+                f"the file has changed: it had {self.size:,} bytes when the dataset was made, and has "
+                f"{status.st_size:,}{written}. Make the dataset anew",
+                url=self.path,
+            )
+
+    def array(self, dtype: npt.DTypeLike, offset: int = 0, count: int | None = None) -> np.ndarray[Any, Any]:
+        """Return values of the file, as a read-only view of its map.
+
+        Args:
+            dtype: of the values.
+            offset: the first value's byte.
+            count: the number of values, which must be in the file; None: all that follow.
+
+        Raises:
+            ShardError: the file has changed.
+        """
+        self.check()
+        if self._bytes is None:
+            # An empty file cannot be mapped. Of a `memmap` itself, each slice would take microseconds.
+            mapped = np.memmap(self.path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
+            self._bytes = mapped.view(np.ndarray)
+        end = None if count is None else offset + count * np.dtype(dtype).itemsize
+        return self._bytes[offset:end].view(dtype)
 
 
 class TokenFile(Dataset[Tokens], DigestedDataset):
@@ -100,7 +164,7 @@ class TokenFile(Dataset[Tokens], DigestedDataset):
         ):
             if value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
-        self._file = file = LocalFile(path)
+        self._file = file = MappedFile(path)
         if (file.size - self.offset) % self.dtype.itemsize or file.size < self.offset:
             raise ShardError(
                 f"{file.size:,} bytes, of which {self.offset:,} are a header, are no whole number of {self.dtype} "
@@ -130,14 +194,14 @@ class TokenFile(Dataset[Tokens], DigestedDataset):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
         """Return the windows of these indices: the rows of one array. See `__getitem__`."""
+        values = self._file.array(self.dtype, self.offset)
         # A stride beyond the file, which might not fit, is of its only window.
-        step = min(self.stride, self.num_tokens) * self.dtype.itemsize
-        starts = positions(indices, self._length) * step + self.offset
-        windows: Tokens = np.empty((len(starts), self.context), self.dtype)
+        starts = positions(indices, self._length) * min(self.stride, self.num_tokens)
+        windows: Tokens = np.empty((len(starts), self.context), self.dtype.newbyteorder("="))
         for row, start in zip(windows, starts.tolist(), strict=True):
-            self._file.read_into(row, start)
+            row[:] = values[start : start + self.context]
         self._file.check()
-        return list(windows.astype(self.dtype.newbyteorder("="), copy=False))
+        return list(windows)
 
     def __repr__(self) -> str:
         return f"<TokenFile {self._file.path!r}: {self._length:,} windows of {self.context:,} {self.dtype}>"

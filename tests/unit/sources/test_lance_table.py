@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def test_panics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lance", Damaged())
     unknown, known = LanceTable("rows"), LanceTable("rows")
     known._description = _LanceVersion(1, 10, "now", ())
-    monkeypatch.setattr(known, "_opened", lambda _: nullcontext(Damaged()))
+    monkeypatch.setattr(known, "_open", lambda _: Damaged())
     for table, said in ((unknown, "cannot be read by lance: PanicException: range"), (known, "cannot be read: Panic")):
         with pytest.raises(
             ReadFailed if name == "PanicException" else panic, match=said if "Panic" in name else "range"

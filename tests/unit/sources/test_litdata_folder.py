@@ -57,27 +57,25 @@ def test_indices_out_of_range(folder: Path, index: int) -> None:
         data[0.5]  # type: ignore[index]
 
 
-def to_folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing": (lambda path: path.unlink(), "the chunk cannot be read: No such file"),
-    "cut": (lambda path: os.truncate(path, 30), "was cut, or is no file: it has 30 bytes, and"),
-    "a folder": (to_folder, "was cut, or is no file"),
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "missing": (
+        lambda path: path.unlink(),
+        "the chunk cannot be read: No such file",
+        "cannot be read any more: No such",
+    ),
+    "cut": (lambda path: os.truncate(path, 30), "the chunk was cut: it has 30 bytes, and", "it had .* and has 30"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_folders(folder: Path, damage: str) -> None:
     """Refused when the dataset is made, and when it is used later; other chunks are read all the same."""
-    change, said = DAMAGE[damage]
+    change, said, later = DAMAGE[damage]
     data = LitDataFolder(folder)
     change(folder / "chunk-0-1.bin")
     with pytest.raises(ShardError, match=rf"{said}.*chunk-0-1\.bin"):
         LitDataFolder(folder)
-    with pytest.raises(ShardError, match=rf"{said}.*chunk-0-1\.bin"):
+    with pytest.raises(ShardError, match=rf"{later}.*chunk-0-1\.bin"):
         data.__getitems__([0, 5])
     assert data[0]["n"] == 0
 
@@ -116,14 +114,46 @@ def test_what_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.M
         LitDataFolder(folder, block_size=0)
     with pytest.raises(ValueError, match="block_size=8 is for a folder of tokens"):
         LitDataFolder(folder, block_size=8)
-    index = json.loads((folder / "index.json").read_text())
-    index["config"]["compression"] = "zstd"
-    (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ShardError, match="compressed as whole files"):
-        LitDataFolder(folder)
     monkeypatch.setattr("asyncloader.sources.litdata_folder.find_spec", lambda _: None)
     with pytest.raises(ImportError, match=r"'asyncloader\[litdata\]', then pip install --no-deps litdata"):
         LitDataFolder(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda index: index.pop("config"), "no index of LitData: KeyError: 'config'"),
+        (lambda index: index["chunks"][0].update(chunk_size="many"), "no index of LitData: ValueError"),
+        (lambda index: index["config"].update(item_loader="ParquetLoader"), "its items are of 'ParquetLoader'"),
+        (lambda index: index["config"].update(encryption={"algorithm": "fernet"}), "it is encrypted"),
+        (lambda index: index["config"].update(compression="zstd"), "compressed as whole files"),
+    ],
+)
+def test_indexes_that_cannot_be_used(folder: Path, change: Callable[[Any], Any], said: str) -> None:
+    """Refused, with the reason and the name."""
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ShardError, match=rf"{said}.*index\.json"):
+        LitDataFolder(folder)
+
+
+def test_tokens(tmp_path: Path) -> None:
+    """A sample is a block of tokens of one chunk; the rest of a chunk is left out."""
+    litdata = pytest.importorskip("litdata")
+    made = importlib.import_module("litdata.streaming").Cache(
+        str(tmp_path), chunk_size=21, item_loader=litdata.TokensLoader(block_size=8)
+    )
+    for n in range(6):
+        made[n] = torch.arange(7) + 7 * n
+    made.done()
+    made.merge()
+    with pytest.raises(ValueError, match="of tokens, whose samples are blocks: give block_size="):
+        LitDataFolder(tmp_path)
+    data = LitDataFolder(tmp_path, block_size=8)
+    assert [sample.tolist() for sample in data.__getitems__(range(len(data)))] == [
+        [*range(at, at + 8)] for at in (0, 8, 21, 29)
+    ]
 
 
 class Pair(NamedTuple):

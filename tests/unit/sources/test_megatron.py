@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncloader import DataLoader, MegatronTokens, TokenFile
 from asyncloader.errors import ShardError
-from asyncloader.sources.megatron_index import HEADER_BYTES
+from asyncloader.sources.megatron import HEADER_BYTES
 
 CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
@@ -74,8 +74,7 @@ SIZES, POINTERS, DOCUMENTS = HEADER_BYTES, HEADER_BYTES + 12, HEADER_BYTES + 12 
     [
         (0, b"X", "no Megatron index"),
         (9, struct.pack("<Q", 2), "version 2"),
-        (17, b"\x07", "floating-point"),
-        (17, b"\x09", "code 9 is unknown"),
+        (17, b"\x07", "tokens of type 7"),
         (18, struct.pack("<Q", 2**64 - 1), "18,446,744,073,709,551,615 sequences"),
         (26, struct.pack("<Q", 2**62), "document boundaries has"),
         (18, struct.pack("<Q", 4), "4 sequences"),
