@@ -78,7 +78,7 @@ def watch_a_run() -> None:
     """Take the pictures of "Watch a run"."""
     from rich.console import Console
 
-    from asyncloader.commands.top_view import view
+    from asyncloader.commands.top import describe, view
     from asyncloader.live.client import open_sockets, receive_all
 
     with DataLoader[Any](SlowDisk(), batch_size=16, num_workers=2, seed=1, shuffle=True) as loader:
@@ -91,7 +91,7 @@ def watch_a_run() -> None:
             receive_all([opened], 5)
         opened.close()
         console = Console(record=True, width=120, file=Path("/dev/null").open("w"))  # noqa: SIM115
-        console.print(view([opened.latest or {}]))
+        console.print(view(describe([opened.latest or {}]), 120))
         (FOLDER / "watch-top.svg").write_text(console.export_svg(title="asyncloader top"))
         run.close()
 

@@ -28,6 +28,8 @@ _REMOVED = {
     "bench": "this command was removed: run your program by `asyncloader try -- python train.py`, or a loader alone by "
     "`asyncloader try MODULE:FUNCTION`",
     "plan": "this command was removed: measure a short run instead, by `asyncloader try -- python train.py`",
+    "trace": "this command was removed: open the file in https://ui.perfetto.dev, or print `loader.diagnose()` and "
+    "`loader.stats()`",
 }
 
 
@@ -70,13 +72,11 @@ def parser() -> argparse.ArgumentParser:
     trial.add_argument("--seconds", type=float, default=20.0, help="of each run, from its first batch on; default 20")
     trial.add_argument("--cwd", type=Path, metavar="FOLDER", help="run each time in a new copy of this folder")
     trial.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
-    trace = commands.add_parser("trace", help="what a trace of `loader.trace()` shows, in words")
-    trace.add_argument("file", type=Path, help="the .json or .json.gz file")
     top = commands.add_parser("top", help="show running loaders of this user")
     top.add_argument("socket", nargs="?", type=Path, help="a loader's socket; default: all loaders of this user")
     top.add_argument("--web", action="store_true", help="serve the page of one loader, and print its address")
     top.add_argument("--port", type=int, default=0, help="of the page; default: any that is free")
-    for each in (doctor, inspect, show, verify, trial, trace, top):
+    for each in (doctor, inspect, show, verify, trial, top):
         each.add_argument("--json", action="store_true", help="print JSON")
     return made
 
@@ -216,11 +216,6 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
         from asyncloader.verification.verify import verify
 
         return verify(flags["target"], seed=flags["seed"], seconds=flags["seconds"])
-    if command == "trace":
-        from asyncloader.commands.trace_summary import summarize
-        from asyncloader.tracing.trace_file import read
-
-        return summarize(read(flags["file"]))
     return _show(flags["file"])
 
 
@@ -241,7 +236,7 @@ def _show(file: Path) -> list[Finding]:
         ValueError: the file is no checkpoint, or has no state.
     """
     from asyncloader.commands.checkpoint_file import read_checkpoint
-    from asyncloader.commands.state_words import describe, find_states
+    from asyncloader.commands.loader_states import describe, find_states
 
     found = [finding for place, state in find_states(read_checkpoint(file)) for finding in describe(place, state)]
     if not found:

@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncloader.commands.findings import Finding, in_bytes
-from asyncloader.commands.tar_inspection import open_inspector
 from asyncloader.errors import is_about_sample
-from asyncloader.formats import ShardError, ShardRange, ShardReader
+from asyncloader.formats import CompressedReader, Located, OnBad, ShardError, ShardRange, ShardReader, TarReader
+from asyncloader.formats.compressed import decoder
+from asyncloader.formats.tar import split_name
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import expand_urls, find_shards, split_url
 from asyncloader.remote.index_counts import Promise, read_records
@@ -28,6 +29,7 @@ from asyncloader.transports.base import gather_all
 
 _AT_ONCE = 8  # shards
 _SHOWN = 20  # damaged shards, and errors of each
+_LINKS = {b"1": ("a hard", "--hard-dereference"), b"2": ("a symbolic", "--dereference")}
 
 
 class _Read(NamedTuple):
@@ -83,7 +85,8 @@ async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
             more += 1
 
     def look_closely(url: str, _: ShardRange) -> ShardReader:
-        return open_inspector(url, shard.format, note)
+        inspector, compression = _TarInspector(url, note), shard.format.compression
+        return inspector if compression is None else CompressedReader(url, inspector, decoder(compression))
 
     reader = look_closely if shard.format.name == "tar" else None
     try:
@@ -177,3 +180,57 @@ def _damage(shards: Sequence[Shard], found: dict[int, _Read]) -> Iterator[Findin
         )
     elif found:
         yield Finding("damage", "ok", "none: every shard was read from end to end")
+
+
+class _TarInspector(TarReader):
+    """Reads a whole archive like `TarReader`, and the bytes behind its end. Reports also, and goes on: files of one
+    sample that are not together, links in place of files, and bytes behind the end of the archive.
+    """
+
+    def __init__(self, url: str, report: OnBad) -> None:
+        super().__init__(url, on_bad=report)
+        self._report = report
+        self._keys: set[str] = set()
+        self._begin = 0  # of the sample
+        self._fed = 0
+        self._behind = False  # bytes behind the end have been reported
+
+    @property
+    def done(self) -> bool:
+        """Always False: what follows the end is looked at, too."""
+        return False
+
+    def feed(self, chunk: bytes, /) -> list[Located]:
+        """Take the next bytes, like `ShardReader.feed`."""
+        found = super().feed(chunk)
+        self._fed += len(chunk)
+        if self._done and not self._behind:
+            rest = chunk[max(0, len(chunk) - (self._fed - self._at)) :]
+            if data := rest.lstrip(b"\0"):
+                self._behind = True
+                self._note(
+                    "more than zeros follows the end of the archive, and is not read: archives are joined by "
+                    "tar --concatenate, not by cat",
+                    self._fed - len(data),
+                )
+        return found
+
+    def _flush(self, resume: int) -> None:
+        if self._sample is not None:
+            if self._key in self._keys:
+                self._note(
+                    f"the files of sample {self._key!r} are not together, so it is read as several samples: pack them "
+                    "sorted by name, as tar --sort=name does",
+                    self._begin,
+                )
+            self._keys.add(self._key)
+        super()._flush(resume)
+        self._begin = resume
+
+    def _pass_over(self, name: str, kind: bytes, offset: int) -> None:
+        if kind in _LINKS and split_name(name) is not None:
+            which, option = _LINKS[kind]
+            self._note(f"{name!r} is {which} link, whose sample lacks this file: pack files with tar {option}", offset)
+
+    def _note(self, text: str, offset: int) -> None:
+        self._report(ShardError(text, url=self._url, offset=offset))

@@ -13,12 +13,11 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import redirect_stdout, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from asyncloader.commands.finding_tables import cells, columns, is_row
 from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, plain, printable
 from asyncloader.plain_context import plain_context
 
@@ -44,8 +43,8 @@ class CannotPrint(Exception):
 
 
 class FindingPrinter:
-    """Prints findings on standard output as they are made. In a terminal they are rows below a heading; findings that
-    make up a table (`finding_tables`) come once the table is complete, and the last line counts problems and notes.
+    """Prints findings on standard output as they are made. In a terminal they are rows below a heading, and the last
+    line counts problems and notes.
 
     Args:
         heading: what is examined.
@@ -56,7 +55,6 @@ class FindingPrinter:
         self._console = console_of(sys.stdout)
         self._heading = heading
         self._counts: Counter[str] = Counter()
-        self._rows: list[Finding] = []  # of the table that is being collected
 
     def __enter__(self) -> Self:
         if self._console is not None:
@@ -64,32 +62,16 @@ class FindingPrinter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if self._console is None:
-            return
-        self._end_table(self._console)
-        if kind is None:
+        if self._console is not None and kind is None:
             self._console.print(_summary(self._counts))
 
     def print(self, finding: Finding) -> None:
         """Print a finding."""
-        console = self._console
-        if console is None:
-            print_line(as_lines(finding))
-            return
         self._counts[finding.state] += 1
-        if is_row(finding):
-            self._rows.append(finding)
-            return
-        self._end_table(console)
-        console.print(_row(finding, console.width))
-
-    def _end_table(self, console: Console) -> None:
-        rows, self._rows = self._rows, []
-        if len(rows) < 2:  # a single row says more as a sentence
-            for each in rows:
-                console.print(_row(each, console.width))
-            return
-        console.print(table(columns(rows), (cells(each, rows) for each in rows)))
+        if self._console is None:
+            print_line(as_lines(finding))
+        else:
+            self._console.print(row(finding, self._console.width))
 
 
 def print_line(line: str) -> None:
@@ -174,38 +156,21 @@ def print_error(command: str, why: str) -> None:
         discard(sys.stderr)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Return a table for rich.
-
-    Args:
-        columns: their headings.
-        rows: a value for each column.
-    """
-    from rich.table import Table
-
-    made = Table(expand=True, box=None, header_style="bold")
-    for column in columns:
-        made.add_column(text(column), overflow="fold")
-    for row in rows:
-        made.add_row(*(text(str(each)) for each in row))
-    return made
-
-
-def _row(finding: Finding, width: int) -> Table:
+def row(finding: Finding, width: int) -> Table:
     """Return a finding as a row: its mark, its name, and its text with the advice below."""
     from rich.table import Table
 
-    row = Table.grid(padding=(0, 1, 0, 0), expand=True)
-    row.add_column(width=2)
-    row.add_column(width=max(4, min(NAME_WIDTH - 1, width // 3)), overflow="fold")
-    row.add_column(ratio=1, overflow="fold")
+    made = Table.grid(padding=(0, 1, 0, 0), expand=True)
+    made.add_column(width=2)
+    made.add_column(width=max(4, min(NAME_WIDTH - 1, width // 3)), overflow="fold")
+    made.add_column(ratio=1, overflow="fold")
     words = text(finding.text)
     if finding.advice:
         words.append("\n")
         words.append_text(text(f"-> {finding.advice}", _ADVICE))
-    style = _STYLES[finding.state]
-    row.add_row(text(MARKS[finding.state], style), text(printable(finding.name), "bold"), words)
-    return row
+    mark = text(MARKS[finding.state], _STYLES[finding.state])
+    made.add_row(mark, text(printable(finding.name), "bold"), words)
+    return made
 
 
 def _summary(counts: Counter[str]) -> Text:

@@ -1,8 +1,9 @@
 """`asyncloader top`: shows loaders of this user's processes, and nodes of a service, while they run.
 
-Data path: live_server -> client -> [top] -> top_view.
+Data path: live_server -> client -> [top] -> terminal.
 
-A terminal gets a view that is renewed each second, where rich is installed; a pipe gets the figures of one second.
+A terminal gets a view that is renewed each second, where rich is installed; a pipe gets the figures of one second, in
+the same lines.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.commands.findings import Finding, has_problem, printable
-from asyncloader.commands.terminal import FindingPrinter, console_of, encode_all, print_json, print_line
-from asyncloader.commands.top_view import Snapshot, by_kind, process_text, ring_text, session_text, view
+from asyncloader.commands.findings import Finding, has_problem, in_bytes, printable
+from asyncloader.commands.terminal import FindingPrinter, console_of, encode_all, print_json, print_line, row, text
 from asyncloader.live.client import LoaderSocket, NotWatched, fetch_trace, open_sockets, receive_all, relay
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import summary
@@ -29,6 +28,7 @@ _PERIOD_S = 1.5  # a snapshot comes each second
 _MOST_PORT = (1 << 16) - 1
 
 T = TypeVar("T")
+Snapshot = dict[str, Any]
 
 
 def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
@@ -51,10 +51,11 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
     finally:
         for connection in opened:
             connection.close()
-    loaders, nodes, findings = _understood(_describe, found)
+    findings = _understood(describe, found)
     ok = not has_problem(findings)
     if as_json:
-        print_json({"ok": ok, "error": None, "loaders": loaders, "nodes": nodes})
+        kinds = {name: [each for each in found if f"{each['kind']}s" == name] for name in ("loaders", "nodes")}
+        print_json({"ok": ok, "error": None, **kinds})
         return int(not ok)
     with FindingPrinter("asyncloader top") as printer:
         for finding in findings:
@@ -72,9 +73,16 @@ def _understood(describe: Callable[[Sequence[Snapshot]], T], found: Sequence[Sna
         raise NotWatched(f"a snapshot has not the form of a loader's or a node's: {error!r:.200}") from None
 
 
-def _describe(found: Sequence[Snapshot]) -> tuple[list[Snapshot], list[Snapshot], list[Finding]]:
-    loaders, nodes = by_kind(found)
-    return loaders, nodes, [*chain(*map(_of_loader, loaders), *map(_of_node, nodes))]
+def describe(found: Sequence[Snapshot]) -> list[Finding]:
+    """Describe loaders, that which waits most before the others, and then nodes."""
+    kinds: dict[str, list[Snapshot]] = {"loader": [], "node": []}
+    for each in found:
+        kinds[each["kind"]].append(each)
+    loaders = sorted(kinds["loader"], key=lambda each: -each["rates"]["wait_frac"])
+    return [
+        *(finding for each in loaders for finding in _of_loader(each)),
+        *(finding for each in kinds["node"] for finding in _of_node(each)),
+    ]
 
 
 def _one_second(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
@@ -95,27 +103,52 @@ def _newest(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
     return found
 
 
-def _of_node(snapshot: Snapshot) -> Iterator[Finding]:
-    yield Finding("node", "ok", f"{snapshot['name']}, process {snapshot['pid']}, {snapshot['state']}")
-    for each in snapshot["sessions"]:
-        yield Finding(f"loader {each['loader']}", "ok", f"{each['dataset']}, at {each['peer']}; {session_text(each)}")
-    for each in snapshot["processes"]:
-        yield Finding(f"process {each['pid']}", "ok", f"{each['dataset']}; {process_text(each)}")
-    if snapshot["problem"]:
-        yield Finding("problem", "problem", f"{snapshot['problem']}")
+def _of_node(node: Snapshot) -> Iterator[Finding]:
+    left_out = f", {node['sessions_left_out']} more loaders" if node["sessions_left_out"] else ""
+    yield Finding("node", "ok", f"{node['name']}, process {node['pid']}, {node['state']}{left_out}")
+    for each in node["sessions"]:
+        yield Finding(f"loader {each['loader']}", "ok", f"{each['dataset']}, at {each['peer']}; {_session(each)}")
+    for each in node["processes"]:
+        yield Finding(f"process {each['pid']}", "ok", f"{each['dataset']}; {_process(each)}")
+    if node["problem"]:
+        yield Finding("problem", "problem", f"{node['problem']}")
+
+
+def _session(session: Snapshot) -> str:
+    """A loader at a node, in words: what it is sent, and the memory that it takes there."""
+    used, most = session["ring_bytes"] + session["unsent_bytes"], session["most_bytes"]
+    memory = in_bytes(used) if most is None else f"{in_bytes(used)} of {in_bytes(most)}"
+    if session["relayed"]:
+        rate = f"{session['batches_per_s']:.3g} batches/s, {in_bytes(session['bytes_per_s'])}/s"
+        rate += f", {session['in_work']} tasks in work, {session['waiting']} waiting"
+    else:
+        rate = "not counted: batches pass the node by"
+    return f"{session['workers']} workers, {rate}; memory {memory}"
+
+
+def _process(process: Snapshot) -> str:
+    """A node's worker process, in words."""
+    if not process["ready"]:
+        return "making its dataset"
+    connections = f"{process['connections']} worker connections"
+    return f"{connections}, busy {process['busy_frac']:.0%}, {process['tasks_per_s']:.3g} tasks/s, {process['state']}"
 
 
 def _of_loader(snapshot: Snapshot) -> Iterator[Finding]:
     texts, verdict = summary(snapshot), snapshot["verdict"]
-    text = texts.pop("verdict")
+    judged = texts.pop("verdict")
     yield Finding("loader", "ok", f"{snapshot['name']}, process {snapshot['pid']}, {snapshot['state']}")
     yield Finding("position", "ok", f"{snapshot['place']}")
     for name, each in texts.items():
         yield Finding(name, "note" if name in ("workers replaced", "samples skipped") else "ok", each)
     for worker in snapshot["workers"]:
-        now = ", ".join((worker["place"], worker["activity"], ring_text(worker)))
+        ring = "no ring"
+        if worker["slots"]:
+            used = f"{worker['slots_in_use']} of {worker['slots']} slots in use"
+            ring = f"{used} ({in_bytes(worker['ring_bytes'])})"
+        now = ", ".join((worker["place"], worker["activity"], ring))
         yield Finding(f"worker {worker['worker']}", "ok", now)
-    yield Finding("verdict", "ok" if verdict["ok"] else "problem", f"{text}")
+    yield Finding("verdict", "ok" if verdict["ok"] else "problem", f"{judged}")
 
 
 def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
@@ -151,14 +184,17 @@ def _live(opened: Sequence[LoaderSocket]) -> int:
             while not all(each.ended for each in opened):
                 receive_all(opened, _PERIOD_S)
                 shown = [each.latest for each in opened if each.latest and not each.ended]
-                live.update(_understood(view, shown), refresh=True)
+                live.update(view(_understood(describe, shown), live.console.width), refresh=True)
     except KeyboardInterrupt:
         return 0
     # The screen is as it was before the view: its last words are to stay.
-    for line in _understood(_ended, _newest(opened)):
-        print_line(printable(line))
+    for each in _newest(opened):
+        print_line(printable(f"{each['name']}, process {each['pid']}, has ended"))
     return 0
 
 
-def _ended(found: Sequence[Snapshot]) -> list[str]:
-    return [f"{each['name']}, process {each['pid']}, has ended" for each in found]
+def view(findings: Sequence[Finding], width: int) -> Any:
+    """Return what rich draws: the rows that `FindingPrinter` prints."""
+    from rich.console import Group
+
+    return Group(text("asyncloader top; Ctrl-C ends it", "bold"), *(row(each, width) for each in findings))

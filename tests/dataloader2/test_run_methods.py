@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from torch.autograd.profiler import profile
 
-from asyncloader.__main__ import main
 from asyncloader.dataloader2 import (
     DataLoader2,
     InProcessReadingService,
@@ -131,7 +130,7 @@ def test_with_workers(within: bool, tmp_path: Path) -> None:
 
 def test_a_thread_of_this_process_reads_the_workers(tmp_path: Path) -> None:
     """Where a dispatching process deals items, and a part of this process reads ahead; a trace that begins within an
-    epoch has what follows, and `asyncloader trace` reads it.
+    epoch has what follows.
     """
     graph = numbers(40).sharding_round_robin_dispatch(MP).map(double).prefetch(2)
     with DataLoader2[Any](graph, reading_service=workers(1)) as loader:
@@ -145,7 +144,6 @@ def test_a_thread_of_this_process_reads_the_workers(tmp_path: Path) -> None:
     assert "in a process that deals its items to the workers" in words
     found = read_trace(tmp_path / "a.json")
     assert {run for run, _ in found.delivered} >= {2}
-    assert main(["trace", str(tmp_path / "a.json")]) == 0
 
 
 def test_async_for_counts_what_was_delivered(tmp_path: Path) -> None:

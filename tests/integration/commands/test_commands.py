@@ -22,9 +22,7 @@ from torch.utils.data import IterableDataset
 from asyncloader import DataLoader, write_shards_sync
 from asyncloader.__main__ import main
 from asyncloader.commands import doctor
-from asyncloader.commands.trace_summary import summarize
 from asyncloader.formats import compressed
-from asyncloader.tracing.chrome import TraceEvents
 from tests.helpers.running import ROOT
 from tests.helpers.seeded_datasets import Rows
 from tests.helpers.shards_of_formats import FORMATS, SIZES, write
@@ -406,49 +404,3 @@ def test_a_reader_that_has_seen_enough() -> None:
     assert done.stdout.startswith("ok  versions")
     assert not done.stderr
     assert done.returncode == 141
-
-
-# ------------------------------------------------------------------------------------------------ trace
-
-
-def test_a_trace_in_words(tmp_path: Path, run: Run) -> None:
-    """What the consumer waited, what each worker did, and which batch was the slowest."""
-    file = tmp_path / "run.json.gz"
-    with DataLoader[Any](Rows(40), batch_size=4, num_workers=2) as loader, loader.trace(file):
-        list(loader)
-    code, found = run("trace", file)
-    assert code == 0
-    assert found["trace"][2]["batches"] == 10
-    assert 0 < found["consumer"][2]["wait_frac"] <= 1
-    workers = [found[f"worker {number}"][2] for number in (0, 1)]
-    assert sum(each["batches"] for each in workers) == 10
-    assert all({"fetch", "collate", "write"} <= each["mean_s"].keys() for each in workers)
-    assert "of iterator 1 took worker" in found["slowest batch"][1]
-
-
-def test_waits_of_one_moment() -> None:
-    """Several consumers may wait at the same time, for as long as each other."""
-    wait = {"ph": "X", "cat": "consumer", "name": "wait", "ts": 0.0, "dur": 1e6, "pid": 1}
-    batch = {**wait, "name": "batch 0", "args": {"iterator": 1}}
-    facts = {"loader": "DataLoader", "pid": 1, "seconds": 4.0, "complete": True, "left_out": {}}
-    waits = [{**wait, "args": {"batch": number}} for number in (0, 1)]
-    found = {each.name: each for each in summarize(TraceEvents(facts, iter([batch, *waits])))}
-    assert found["consumer"].figures["wait_frac"] == 0.25
-
-
-def test_a_trace_with_faults(tmp_path: Path, run: Run) -> None:
-    """The death of a worker is a problem; another file is no trace."""
-    file = tmp_path / "run.json"
-    with DataLoader[Any](Rows(400), batch_size=4, num_workers=1, seed=1) as loader, loader.trace(file):
-        batches: Any = iter(loader)
-        next(batches)
-        batches._workers[0].kill()
-        list(batches)
-    code, found = run("trace", file)
-    assert code == 1
-    state, text, figures = found["worker died"]
-    assert (state, figures["exitcode"]) == ("problem", -9)
-    assert text.startswith("worker 0 after ")
-    assert found["worker replaced"][0] == "note"
-    file.write_text("{}")
-    assert main(["trace", str(file)]) == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -14,12 +13,10 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader
 from asyncloader.__main__ import main
 from asyncloader.commands import terminal
 from asyncloader.commands.findings import Finding
 from asyncloader.commands.terminal import FindingPrinter
-from tests.helpers.datasets import Numbers
 
 rich_cells = pytest.importorskip("rich.cells")
 
@@ -102,25 +99,6 @@ def test_the_words_are_those_of_the_lines(tmp_path: Path, show: Show, capsys: py
     assert words(piped) in words(shown)
     # NO_COLOR counts if it is not empty: https://no-color.org
     assert show("inspect", tmp_path / "a.jsonl", columns=100, NO_COLOR="") == (1, shown)
-
-
-def test_the_workers_of_a_trace_are_a_table(tmp_path: Path, show: Show, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its cells are the figures that programs get."""
-    file = tmp_path / "[bold]run.json"
-    with DataLoader[Any](Numbers(40), batch_size=4, num_workers=2, workers="threads") as loader, loader.trace(file):
-        list(loader)
-    assert main(["trace", str(file), "--json"]) == 0
-    found = {each["name"]: each["figures"] for each in json.loads(capsys.readouterr().out)["findings"]}
-    code, shown = show("trace", file, columns=150)
-    assert code == 0
-    lines = [each.split() for each in COLOUR.sub("", shown).splitlines()]
-    assert lines[0][:2] == ["asyncloader", "trace"]
-    assert "[bold]run.json" in words(shown)
-    (head,) = (place for place, each in enumerate(lines) if each[:2] == ["worker", "batches"])
-    for number, row in enumerate(lines[head + 1 : head + 3]):
-        figures = found[f"worker {number}"]
-        assert row[:3] == ["worker", str(number), str(figures["batches"])]
-        assert row[3] == f"{figures['busy_frac']:.0%}"
 
 
 def test_errors_and_what_an_encoding_lacks(

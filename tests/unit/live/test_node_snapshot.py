@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from asyncloader.commands.findings import as_lines
-from asyncloader.commands.top import _of_node
-from asyncloader.commands.top_view import process_text, session_text, view
+from asyncloader.commands.top import describe, view
 from asyncloader.live.node_snapshot import (
     ConnectionReading,
     NodeReading,
@@ -59,7 +58,7 @@ def test_states() -> None:
     assert (take(reading(1.0))["state"], take(reading(2.0, addresses=[]))["state"]) == ("serving", "starting")
     broken = take(reading(3.0, draining=True, problem="no disk"))
     assert (broken["state"], broken["ok"], broken["problem"]) == ("draining", False, "no disk")
-    assert [as_lines(each) for each in _of_node(broken)][-1].startswith("!!  problem")
+    assert [as_lines(each) for each in describe([broken])][-1].startswith("!!  problem")
 
 
 def test_many_loaders_are_counted_and_not_shown() -> None:
@@ -75,7 +74,7 @@ def test_the_view_has_names_as_they_are() -> None:
     """Brackets, as of an IPv6 address, are no markup, and control characters are escapes."""
     console = pytest.importorskip("rich.console").Console(file=io.StringIO(), width=200)
     found = reading(1.0, session("[red]a[/]\x1b", 1, connection()), addresses=["tcp://[::1]:7070"], problem="[b]no")
-    console.print(view([NodeSnapshots().take(found)]))
+    console.print(view(describe([NodeSnapshots().take(found)]), 200))
     shown = console.file.getvalue()
     assert all(each in shown for each in ("tcp://[::1]:7070", r"[red]a[/]\x1b", "[b]no"))
 
@@ -83,9 +82,12 @@ def test_the_view_has_names_as_they_are() -> None:
 def test_in_words() -> None:
     """A loader whose batches pass the node by has no rate; without a limit, memory is a number."""
     local = session("a", 0, connection(relayed=False), most=None)
-    found = NodeSnapshots().take(reading(1.0, local, session("b", 3, connection(), connection(1))))
-    texts = [session_text(each) for each in found["sessions"]]
-    assert texts[0] == "1 workers, not counted: batches pass the node by; memory 4 KiB"
-    assert texts[1] == "2 workers, 3 batches/s, 300 B/s, 4 tasks in work, 2 waiting; memory 4 KiB of 1 GiB"
-    process = {"ready": False}
-    assert process_text(process) == "making its dataset"
+    other = session("b", 3, connection(), connection(1))
+    process = ProcessReading(9, "x", False, 1, 8, 3.0, "running")
+    found = NodeSnapshots().take(reading(1.0, local, other, processes=[process]))
+    texts = [each.text.partition("; ")[2] for each in describe([found])[1:]]
+    assert texts == [
+        "1 workers, not counted: batches pass the node by; memory 4 KiB",
+        "2 workers, 3 batches/s, 300 B/s, 4 tasks in work, 2 waiting; memory 4 KiB of 1 GiB",
+        "making its dataset",
+    ]

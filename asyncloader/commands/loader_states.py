@@ -1,43 +1,68 @@
-"""Describes the loaders' states in a checkpoint. Pure.
+"""Finds and describes the loaders' states in a checkpoint. Pure.
 
-Data path: none.
+Data path: checkpoint_file -> [loader_states] -> findings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Self
 
 from asyncloader.commands.findings import Finding
-from asyncloader.commands.pickle_values import OtherObject
 from asyncloader.errors import StateError
 from asyncloader.state.schema import check_state
 
 _KEYS = ("version", "mode", "kind", "epoch", "step")
-_MOST_STATES = 1000  # each is copied by its check
 _LONGEST = 300  # characters of a place
 
 
-def find_states(checkpoint: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every loader's state in a checkpoint, with its place in it, such as ``"trainer.loader"``.
+class OtherObject:
+    """Stands for an object of a pickle that is not a plain value. It keeps all that an unpickler would give to that.
 
-    Raises:
-        ValueError: it has more than `_MOST_STATES`.
+    Attributes:
+        parts: the values it would be made of: its arguments, elements, items, and the attributes.
     """
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:  # that is all an unpickler calls of some objects
+        """Keep the arguments."""
+        made = super().__new__(cls)
+        made._elements, made._items = list[Any](), dict[Any, Any]()
+        made.parts = [arguments, named, made._elements, made._items]
+        return made
+
+    parts: list[Any]
+    _elements: list[Any]
+    _items: dict[Any, Any]
+
+    def append(self, value: Any) -> None:
+        """Keep an element of a list or a set."""
+        self._elements.append(value)
+
+    add = append
+
+    def __setstate__(self, state: Any) -> None:
+        """Keep the attributes: of a pair, those in `__dict__`, and those in `__slots__`."""
+        self.parts += state if type(state) is tuple and len(state) == 2 else (state,)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Keep an item of a dictionary."""
+        self._items[key] = value
+
+
+def find_states(checkpoint: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every loader's state in a checkpoint, with its place in it, such as ``"trainer.loader"``."""
     # A checkpoint may nest deeper than Python can call, and may have an object many times, or within itself: a list of
     # those to come takes the place of calls, and each object is looked through once.
-    found, seen, coming = 0, set[int](), [("", "", checkpoint)]
+    seen, coming = set[int](), [("", "", checkpoint)]
     while coming:
         place, name, value = coming.pop()
         place = _joined(place, name)
         if isinstance(value, dict) and all(key in value for key in _KEYS):
-            if (found := found + 1) > _MOST_STATES:
-                raise ValueError(f"it has more than {_MOST_STATES:,} loaders' states")
             yield place or "the file", value
             continue
         inner: list[tuple[str, str, Any]] = []
         for name, each in _inside(value):
-            if isinstance(each, dict | list | tuple | OtherObject) and id(each) not in seen:
+            if isinstance(each, dict | list | tuple | set | frozenset | OtherObject) and id(each) not in seen:
                 seen.add(id(each))
                 inner.append((place, name, each))
         coming += reversed(inner)
@@ -48,7 +73,7 @@ def _inside(value: Any) -> Iterable[tuple[str, Any]]:
         return (("", each) for each in value.parts)
     if isinstance(value, dict):
         return ((f"{key!s:.100}", each) for key, each in value.items())
-    return ((f"[{number}]", each) for number, each in enumerate(value)) if isinstance(value, list | tuple) else ()
+    return ((f"[{number}]", each) for number, each in enumerate(value))
 
 
 def _joined(place: str, name: str) -> str:
