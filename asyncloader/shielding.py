@@ -37,6 +37,12 @@ def shielded(work: Awaitable[T]) -> asyncio.Future[T]:
     return outer
 
 
+def retrieve_error(work: asyncio.Future[Any]) -> None:
+    """Mark the error of `work` as retrieved, so that asyncio does not log it: who needs the outcome gets it, too."""
+    if not work.cancelled():
+        work.exception()
+
+
 async def wait_until_done(work: Collection[asyncio.Future[Any]]) -> None:
     """Wait until all of `work` is done, also if the waiting task is cancelled: the cancellation is raised after it."""
     interrupted: asyncio.CancelledError | None = None

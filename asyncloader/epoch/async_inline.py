@@ -29,7 +29,7 @@ from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, BatchCosts, FetchPlac
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import B_co, LoaderSpec
-from asyncloader.ranks.agreement import in_daemon
+from asyncloader.ranks.exchange import in_daemon
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording

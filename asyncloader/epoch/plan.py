@@ -34,7 +34,7 @@ from asyncloader.workers.source import THREADS, LocalWorkers, WorkerSource
 
 if TYPE_CHECKING:
     from asyncloader.remote.assignment_state import EpochAssignment
-    from asyncloader.remote.rank_shares import EpochPlan
+    from asyncloader.remote.shard_splitting import EpochPlan
     from asyncloader.remote.worker_stream import LocalAssignments
 
 
@@ -229,7 +229,7 @@ async def open_assignment(
     if not config.assigns_shards:
         return None, starts
     from asyncloader.remote.assignment_state import EpochAssignment, saved_key, stream_key
-    from asyncloader.remote.shard_list import list_in_words
+    from asyncloader.remote.catalog import list_in_words
     from asyncloader.remote.shard_splitting import RANGES_PER_WORKER
 
     dataset, here, workers = config.dataset, config.topology, len(starts)
@@ -237,6 +237,8 @@ async def open_assignment(
     # An epoch that resumes keeps the key of its first run, from which its shards were shared out.
     key = progress.assignment_key if saved is None else saved_key(saved)
     assert key is not None
+    if progress.agreement is not None and not progress.agreement.listed:
+        await dataset.list_together(progress.agreement)
     plan: EpochPlan = await dataset.plan(
         workers, here.rank, here.world_size, derive(key, "shards"), common=config.seeded
     )

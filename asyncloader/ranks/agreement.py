@@ -7,6 +7,7 @@ A rank that runs out of batches while the others continue would leave them waiti
 the ranks agree on each step before it is delivered: one small all-reduce, on a gloo group of the loader's own (never
 the trainer's), in a separate thread, as far ahead as batches are ready. If every rank knows its number of batches, a
 single reduction at the beginning of the epoch is enough. There they also compare what they read (`Agreement.reads`).
+Where they share shards, rank 0 gives its list to the others before their first epoch (`Agreement.share_list`).
 
 All ranks take part in the same reductions in the same order, so each sees the same results. A rank that leaves an epoch
 early makes a last reduction that says so. The epochs of a loader are strictly ordered: an epoch's first reduction is
@@ -17,7 +18,6 @@ made only when the epoch before is over on this rank, or has been given up for i
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import os
@@ -29,20 +29,20 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-import numpy as np
-
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, StoreFailed, WorkerFailure
 from asyncloader.plain_context import plain_context
 from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
-from asyncloader.workers.ipc.peer_text import line_of
+from asyncloader.workers.ipc.peer_text import block_of, line_of
 from asyncloader.workers.memory.live_objects import LiveObjects
 
 _T = TypeVar("_T")
 
 _BATCH, _ENDED, _FAILED, _LEFT = 3, 2, 1, 0
 _UNKNOWN = -1
+_LISTS = -2  # below it, less a rank's number: that rank cannot list
+_MOST_TEXT = 2000  # characters of another rank's error
 _TEXT_BYTES = 512
 _NO_RANK = 1 << 31
 
@@ -53,6 +53,10 @@ _REPLACED = (
     "a newer iterator of this loader has replaced this one: on several ranks a stream has one iterator at a time"
 )
 
+
+_OTHER_KIND = (
+    "another rank reads a dataset of another kind: give all ranks the same dataset, with the same streams= and seed="
+)
 
 _PAUSED = (
     "this rank failed, or was interrupted, at step {}. The epoch ended there on all ranks, as none of them waits for "
@@ -77,14 +81,18 @@ class Agreement:
         count: number of batches of this rank; None if unknown.
         uneven_is_error: whether to raise if the ranks' epochs differ in length, instead of ending with the shortest.
         advice: why `reads` must be equal, for the error.
+        lists: whether the ranks call `share_list` before their first epoch's first step.
     """
 
-    def __init__(self, group: RankGroup, count: int | None, *, uneven_is_error: bool, advice: str) -> None:
+    def __init__(
+        self, group: RankGroup, count: int | None, *, uneven_is_error: bool, advice: str, lists: bool = False
+    ) -> None:
         self.reads: str | None = None
         """What this rank reads, in words that must be equal on all ranks. To be set before its first step; None: not
         known.
         """
         self._advice = advice
+        self._lists = lists
         self._group = group
         self._count = count
         self._error = uneven_is_error
@@ -108,6 +116,32 @@ class Agreement:
             finally:
                 if self._over or self._limit is not None:
                     self._group.end(self)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the rank whose list `share_list` gives to all."""
+        return self._group.rank == 0
+
+    @property
+    def listed(self) -> bool:
+        """Whether the ranks share a list since an earlier epoch."""
+        return self._group.listed
+
+    def share_list(self, data: bytes = b"", failure: str | None = None) -> bytes:
+        """Return rank 0's list, before the first step. Of an epoch after one in which the ranks shared it: nothing.
+
+        Args:
+            data: rank 0's list; empty on other ranks, and if each rank lists for itself.
+            failure: why this rank cannot list.
+
+        Raises:
+            RanksDisagree: a rank has a failure, which the text has, or left before; its epoch is over on all ranks.
+            LoaderClosed: this rank has given the epoch up.
+        """
+        with self._locked():
+            self._check_open()
+            self._make_earlier_way()
+            return self._share_list(data, failure)
 
     def batch(self) -> bool:
         """Report a batch for the next step. Returns whether to deliver it; False: the epoch is over.
@@ -218,16 +252,13 @@ class Agreement:
         if self._begun:
             return
         self._begun = True
-        # All ranks make the same reductions in the same order: the last ones of earlier epochs come before this
-        # epoch's first.
-        earlier: list[Agreement] = []
-        before, self._before = self._before, None
-        while before is not None:
-            earlier.append(before)
-            before = before._before
-        for agreement in reversed(earlier):
-            agreement._make_way()
+        self._make_earlier_way()
+        if self._lists:  # not yet, if this rank leaves before it has a plan: the others must not wait for it
+            self._share_list(b"", self._closed or "the epoch ended there before it began")
         least, most = self._reduce(_UNKNOWN if self._count is None else self._count)
+        if least < _UNKNOWN:
+            self._over = True
+            raise RanksDisagree(_OTHER_KIND)
         self._compare()
         if least == _UNKNOWN:
             return
@@ -241,6 +272,35 @@ class Agreement:
                 f"rank {poor} has {least} batches in this epoch and rank {rich} has {most} (on_uneven='error'); give "
                 "them equal shares, or use on_uneven='drop'"
             )
+
+    def _make_earlier_way(self) -> None:
+        """End the reductions of earlier epochs. All ranks make the same reductions in the same order: the last ones of
+        earlier epochs come before this epoch's first.
+        """
+        earlier: list[Agreement] = []
+        before, self._before = self._before, None
+        while before is not None:
+            earlier.append(before)
+            before = before._before
+        for agreement in reversed(earlier):
+            agreement._make_way()
+
+    def _share_list(self, data: bytes, failure: str | None) -> bytes:
+        # Asked in the order of the reductions, in which all ranks have the same answer.
+        if self._group.listed:
+            return b""
+        least, most = self._reduce(_LISTS if failure is None else _LISTS - 1 - self._group.rank)
+        if least == most == _LISTS:
+            found = self._together(partial(self._group.share, data, 0))
+            self._group.listed = True
+            return found
+        self._begun = self._over = True
+        if most > _LISTS:
+            raise RanksDisagree(_OTHER_KIND)
+        rank = _LISTS - 1 - least
+        text = (failure or "")[:_MOST_TEXT].encode(errors="replace")
+        why = block_of(self._together(partial(self._group.share, text, rank)).decode(errors="replace"), _MOST_TEXT)
+        raise RanksDisagree(f"rank {rank} could not list the shards for all ranks: {why}")
 
     def _judge(self, flag: int) -> None:
         """Send this rank's flag for the next step to the other ranks, and judge by all flags."""
@@ -281,12 +341,8 @@ class Agreement:
 
     def _text_of(self, rank: int) -> str:
         """Return what a rank reads, in words. All ranks must call it."""
-        words = np.zeros(_TEXT_BYTES // 8, np.int64)
-        if rank == self._group.rank:
-            text = (self.reads or "").encode(errors="replace")[:_TEXT_BYTES]
-            words.view(np.uint8)[: len(text)] = np.frombuffer(text, np.uint8)
-        found = self._together(partial(self._group.total, words))
-        return line_of(found.tobytes().rstrip(b"\0").decode(errors="replace"))
+        text = (self.reads or "").encode(errors="replace")[:_TEXT_BYTES]
+        return line_of(self._together(partial(self._group.share, text, rank)).decode(errors="replace"))
 
     def _first_rank(self, mine: bool) -> int:
         """The first rank that calls this with True. All ranks must call it, whatever their `on_uneven`: those that do
@@ -308,39 +364,6 @@ class Agreement:
                 f"the ranks could not agree on step {self._step}: another rank has ended, torch.distributed was shut "
                 f"down, or the network failed ({error})"
             ) from None
-
-
-async def in_daemon(function: Callable[[], Any]) -> Any:
-    """Call a blocking method in a daemon thread, so that other ranks that never join delay neither loop nor process."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-    # The thread reaches the future and the outcome through this list alone, and `done` empties it: a thread that has
-    # not ended yet must not keep an error that was caught, and with it the frames that it passed.
-    answer: list[Any] = [future]
-
-    def done() -> None:
-        waiting, result, error = answer
-        answer.clear()
-        if waiting.cancelled():
-            return
-        if error is None:
-            waiting.set_result(result)
-        else:
-            waiting.set_exception(error)
-
-    def run() -> None:
-        try:
-            answer.extend((function(), None))
-        except Exception as error:
-            answer.extend((None, error))
-        with contextlib.suppress(RuntimeError):  # the loop was closed during the call
-            loop.call_soon_threadsafe(done)
-
-    start_thread(run)
-    try:
-        return await future
-    finally:
-        del future  # its error refers to this frame
 
 
 # Agreements and stages that may still reduce, and the threads that do.

@@ -10,6 +10,7 @@ leaves in between gives up its group, and the others get an error, now or when t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -21,16 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncloader.errors import RanksDisagree
-from asyncloader.ranks.agreement import in_daemon, start_thread
+from asyncloader.ranks.agreement import start_thread
 from asyncloader.ranks.process_group import RankGroup
 from asyncloader.ranks.topology import Topology
 
 _T = TypeVar("_T")
 
 _NO_RANK = 1 << 31
-
-MOST_SHARED = 1 << 29
-"""Bytes that a rank can give to the others at once."""
 
 _MOST_TEXT = 2000  # characters of another rank's error
 _SHOWN = 300  # characters of a rank's value in an error
@@ -107,15 +105,7 @@ class RankExchange:
 
     async def share(self, data: bytes, rank: int = 0) -> bytes:
         """Return the data of one rank; those of the others are not used."""
-        mine = data if self.rank == rank else b""
-        size = (await self._call(partial(self._group.reduce, len(mine))))[1]
-        if size > MOST_SHARED:  # on all ranks, before any allocates it
-            raise RanksDisagree(
-                f"rank {rank} has {size:,} bytes for the others, and {MOST_SHARED:,} are allowed at most"
-            )
-        words = np.zeros(-(-size // 8), np.int64)
-        words.view(np.uint8)[: len(mine)] = np.frombuffer(mine, np.uint8)
-        return (await self.total(words)).tobytes()[:size]
+        return await self._call(partial(self._group.share, data, rank))
 
     async def total(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Return the sums of all ranks' numbers, of arrays of one length."""
@@ -130,6 +120,39 @@ class RankExchange:
                 f"or the network failed ({error})"
             ) from None
         return found
+
+
+async def in_daemon(function: Callable[[], Any]) -> Any:
+    """Call a blocking method in a daemon thread, so that other ranks that never join delay neither loop nor process."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    # The thread reaches the future and the outcome through this list alone, and `done` empties it: a thread that has
+    # not ended yet must not keep an error that was caught, and with it the frames that it passed.
+    answer: list[Any] = [future]
+
+    def done() -> None:
+        waiting, result, error = answer
+        answer.clear()
+        if waiting.cancelled():
+            return
+        if error is None:
+            waiting.set_result(result)
+        else:
+            waiting.set_exception(error)
+
+    def run() -> None:
+        try:
+            answer.extend((function(), None))
+        except Exception as error:
+            answer.extend((None, error))
+        with contextlib.suppress(RuntimeError):  # the loop was closed during the call
+            loop.call_soon_threadsafe(done)
+
+    start_thread(run)
+    try:
+        return await future
+    finally:
+        del future  # its error refers to this frame
 
 
 def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) -> RanksDisagree | None:

@@ -31,6 +31,9 @@ _CONNECTING = timedelta(minutes=30)
 died before is not noticed."""
 _PIECE = 1 << 15  # numbers that `total` reduces at a time
 
+MOST_SHARED = 1 << 29
+"""Bytes that a rank can give to the others at once."""
+
 _DESTROY_SECONDS = 2.0
 """How long a caller waits for the destruction of a group."""
 
@@ -40,10 +43,16 @@ class RankGroup:
 
     Args:
         group: a process group of torch.distributed, or its gloo backend.
+
+    Attributes:
+        rank: this process's, in the group.
+        listed: whether rank 0 has given the others its list of shards: see `Agreement.share_list`.
     """
 
     def __init__(self, group: Any) -> None:
         self._group: Any = group
+        self.rank = int(group.rank())
+        self.listed = False
         # The tensors of all reductions, kept until the group is destroyed. A gloo thread drops a reduction only after
         # that has returned; with the last reference to the tensor it would need the GIL to free it, and torch 2.6
         # holds the GIL while it waits for gloo's threads to end.
@@ -54,11 +63,6 @@ class RankGroup:
         self._broken: str | None = None
         self._lock = threading.Lock()
         self._newest: Any = None
-
-    @property
-    def rank(self) -> int:
-        """This process's, in the group."""
-        return int(self._group.rank())
 
     @property
     def stale(self) -> bool:
@@ -100,6 +104,22 @@ class RankGroup:
             self._reduce(self._numbers[1], torch.distributed.ReduceOp.SUM)
             found[first : first + _PIECE] = self._numbers[1][: len(given)].numpy()
         return found
+
+    def share(self, data: bytes, rank: int) -> bytes:
+        """The data of one rank; those of the others are not used. Blocks, and raises, as `reduce`.
+
+        Raises:
+            RanksDisagree: they are too large; on all ranks, before any allocates them.
+        """
+        mine = data if self.rank == rank else b""
+        size = self.reduce(len(mine))[1]
+        if size > MOST_SHARED:
+            raise RanksDisagree(
+                f"rank {rank} has {size:,} bytes for the others, and {MOST_SHARED:,} are allowed at most"
+            )
+        words = np.zeros(-(-size // 8), np.int64)
+        words.view(np.uint8)[: len(mine)] = np.frombuffer(mine, np.uint8)
+        return self.total(words).tobytes()[:size]
 
     def _reduce(self, numbers: torch.Tensor, operation: Any) -> None:
         if self._broken is None:

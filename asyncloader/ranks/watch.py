@@ -4,8 +4,8 @@ Data path: statistics -> [watch] -> explain, log.
 
 Each rank writes its figures to the store of torch.distributed, through which the ranks found each other, and rank 0
 reads them. This is no collective: no rank waits for another, so a rank that dies, ends early or never iterates this
-loader delays none, and its figures are left out once they are old. It happens in a thread that ends with it, once a
-second at most, while batches are delivered; without torch.distributed nothing of it exists.
+loader delays none, and its figures are left out once they are old. It happens in a thread that ends with it, every
+few seconds at most, while batches are delivered; without torch.distributed nothing of it exists.
 
 The store is taken from torch.distributed each time and not kept: rank 0's process owns its server, whose port must be
 free once the user has shut torch.distributed down.
@@ -28,19 +28,16 @@ from asyncloader.ranks.agreement import join_at_exit, start_thread
 from asyncloader.ranks.process_group import has_group
 from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.telemetry.counters import Stage
-from asyncloader.telemetry.rank_waits import RankWait, WaitWindow, compare, details, pack, unpack
+from asyncloader.telemetry.rank_waits import RankWait, WaitWindow, compare, pack, unpack
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.memory.live_objects import LiveObjects
 
 _log = logging.getLogger("asyncloader")
 
-_EVERY_S = 1.0
+_EVERY_S = 5.0
 _REST = 50
 """The least ratio of the time between two exchanges to the time of one: reading from thousands of ranks takes long."""
-_NEWS = 0.02
-"""Change of the share from which a rank's figures are written; else they are at every tenth exchange."""
-_LEAST_OFTEN = 10
-_MOST_UNCHANGED = 30
+_MOST_UNCHANGED = 6
 """Exchanges after which a rank's unchanged figures are left out: it has ended, or no longer reads this loader."""
 
 
@@ -90,10 +87,9 @@ class RankWatch:
         self._next = 0.0
         self._busy = False
         self._over = False
-        self._written: RankWait | None = None
-        self._unwritten = 0  # exchanges since
-        self._received: dict[int, _Received] = {}
-        self._waits: dict[int, RankWait] = {}
+        # Each other rank's newest figures as they came, and the exchanges since they have changed; None: they have not
+        # changed at all, and may be those of an earlier loader or run.
+        self._received: dict[int, tuple[bytes, int | None]] = {}
         self._text = ""
         self._starving: tuple[tuple[int, Stage], ...] = ()
         self._logged: set[tuple[int, Stage]] = set()
@@ -121,11 +117,8 @@ class RankWatch:
             self._over = True
 
     def lines(self) -> list[str]:
-        """On rank 0 the comparison of the ranks in words, with figures of those that starve; else empty."""
-        waits, text, starving = self._waits, self._text, self._starving
-        if not text:
-            return []
-        return [f"ranks: {text}", *details(waits, [rank for rank, _ in starving if rank in waits])]
+        """On rank 0 the comparison of the ranks in words; else empty."""
+        return [f"ranks: {self._text}"] if self._text else []
 
     # ------------------------------------------------------------------------------------------- in a thread
 
@@ -146,7 +139,7 @@ class RankWatch:
 
             store: Any = PrefixStore(f"asyncloader/waits/{self._name}/{self._number}", _get_default_store())
             if self._here.rank:
-                if own is not None and self._is_news(own):
+                if own is not None:
                     store.set(str(self._here.rank), pack(own))
             else:
                 self._judge(own, store)
@@ -158,15 +151,6 @@ class RankWatch:
             self._next = now + max(_EVERY_S, _REST * (now - begin))
             self._busy = False
 
-    def _is_news(self, own: RankWait) -> bool:
-        """Whether to write these figures: a store in a file keeps all that was ever written."""
-        last, self._unwritten = self._written, self._unwritten + 1
-        known = last is not None and last.stage == own.stage and abs(last.share - own.share) < _NEWS
-        if known and self._unwritten < _LEAST_OFTEN:
-            return False
-        self._written, self._unwritten = own, 0
-        return True
-
     def _judge(self, own: RankWait | None, store: Any) -> None:
         waits = {} if own is None else {0: own}
         waits |= self._read(store)
@@ -176,7 +160,7 @@ class RankWatch:
         text = found.text
         if text and len(waits) < self._here.world_size:
             text += f" ({len(waits)} of {self._here.world_size} ranks are known)"
-        self._waits, self._text, self._starving = waits, text, found.starving
+        self._text, self._starving = text, found.starving
         if confirmed - self._logged:
             self._logged |= confirmed
             _log.warning("%s", text)
@@ -186,30 +170,17 @@ class RankWatch:
         ranks = range(1, self._here.world_size)
         if not self._received:
             # Unlike `get`, this does not wait for a key that no rank has written: it writes an empty value.
-            self._received = {rank: _Received(bytes(store.compare_set(str(rank), "", ""))) for rank in ranks}
+            self._received = {rank: (bytes(store.compare_set(str(rank), "", "")), None) for rank in ranks}
             return {}
-        for rank, data in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
-            self._received[rank].take(bytes(data))
-        return {rank: each.wait for rank, each in self._received.items() if each.wait is not None and each.fresh}
-
-
-class _Received:
-    """The newest figures of a rank. Figures of an earlier loader or run, which the store may hold, do not count."""
-
-    def __init__(self, data: bytes) -> None:
-        self.wait: RankWait | None = None
-        self._data = data
-        self._unchanged: int | None = None  # exchanges; None: it has not changed at all
-
-    def take(self, data: bytes) -> None:
-        if data != self._data:
-            self.wait, self._data, self._unchanged = unpack(data), data, 0
-        elif self._unchanged is not None:
-            self._unchanged += 1
-
-    @property
-    def fresh(self) -> bool:
-        return self._unchanged is not None and self._unchanged <= _MOST_UNCHANGED
+        found: dict[int, RankWait] = {}
+        for rank, each in zip(ranks, store.multi_get([str(rank) for rank in ranks]), strict=True):
+            before, unchanged = self._received[rank]
+            data = bytes(each)
+            age = 0 if data != before else None if unchanged is None else unchanged + 1
+            self._received[rank] = data, age
+            if age is not None and age <= _MOST_UNCHANGED and (wait := unpack(data)) is not None:
+                found[rank] = wait
+        return found
 
 
 _watches: LiveObjects[RankWatch] = LiveObjects()

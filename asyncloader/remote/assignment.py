@@ -38,10 +38,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from asyncloader.remote.shard_splitting import CatalogRange
-
-Assignment = tuple[CatalogRange, ...]
-"""Shard ranges that a worker reads in this order."""
+from asyncloader.remote.shard_splitting import Assignment, CatalogRange, is_catalog_range
 
 
 class Reply(NamedTuple):
@@ -281,7 +278,9 @@ class ShardAssigner:
         # for others, and does not report its batches.
         if batch < 0 or (batch > self._next[worker] and len(self._next) > 1):
             raise ValueError(f"worker {worker} asks for batch {batch}, and makes its batch {self._next[worker]}")
-        rest = None if left is None else _parse_ranges(left)
+        if left is not None and not (isinstance(left, list | tuple) and all(is_catalog_range(each) for each in left)):
+            raise ValueError("a worker gives back what is no list of ranges")
+        rest = None if left is None else tuple(CatalogRange(*each) for each in left)
         # The replacement of a dead worker gets the reply that its predecessor got: the batches must be the same as
         # without the death.
         if rest is None and number in self._refused[worker]:
@@ -389,22 +388,3 @@ class ShardAssigner:
             returned = self._returned.pop(0)
             return returned.assignment, -1, returned.giver
         return None, -1, -1
-
-
-def _parse_ranges(plain: Iterable[Sequence[Any]]) -> Assignment:
-    """Parse the ranges that a worker gave back.
-
-    Raises:
-        ValueError: they are not valid ranges.
-    """
-    if not isinstance(plain, list | tuple) or not all(map(_is_range, plain)):
-        raise ValueError("a worker gives back what is no list of ranges")
-    return tuple(CatalogRange(*each) for each in plain)
-
-
-def _is_range(plain: Any) -> bool:
-    if not isinstance(plain, list | tuple) or len(plain) != len(CatalogRange._fields):
-        return False
-    shard, start, stop, sync = plain
-    numbers = (shard, start, 0 if stop is None else stop)
-    return all(type(number) is int and number >= 0 for number in numbers) and type(sync) is bool

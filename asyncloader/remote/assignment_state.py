@@ -35,9 +35,15 @@ from typing import Any
 import torch
 
 from asyncloader.errors import StateError
-from asyncloader.remote.assignment import Assignment, AssignmentLog, Returned, ShardAssigner, StreamStart
-from asyncloader.remote.rank_shares import EpochPlan
-from asyncloader.remote.shard_splitting import CatalogRange, SingleRanges
+from asyncloader.remote.assignment import AssignmentLog, Returned, ShardAssigner, StreamStart
+from asyncloader.remote.shard_splitting import (
+    Assignment,
+    CatalogRange,
+    EpochPlan,
+    SingleRanges,
+    is_catalog_range,
+    is_count,
+)
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive, draw_seed
 from asyncloader.workers.fetch.setup import EpochStart
@@ -196,19 +202,6 @@ def _digest(names: Sequence[str], plan: Sequence[Assignment], shuffle: int) -> s
             text = "".join([repr([tuple(shard_range) for shard_range in assignment]) for assignment in some])
         digest.update(text.encode())
     return digest.hexdigest()
-
-
-def is_count(value: Any) -> bool:
-    """Return whether `value` is an integer of at least 0 that is not a bool."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
-
-
-def is_catalog_range(shard_range: Sequence[Any], shards: int) -> bool:
-    """Return whether these are the fields of a `CatalogRange` of a catalog with `shards` shards."""
-    if not isinstance(shard_range, list | tuple) or len(shard_range) != 4:
-        return False
-    shard, start, stop, sync = shard_range
-    return all(map(is_count, (shard, start, 0 if stop is None else stop))) and shard < shards and isinstance(sync, bool)
 
 
 def check_stream_state(state: Any, shards: int) -> None:

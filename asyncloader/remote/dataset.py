@@ -11,10 +11,10 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -23,38 +23,38 @@ from torch.utils.data import IterableDataset
 from asyncloader.bridge import run_in_thread
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
-from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
-from asyncloader.remote.dataset_warnings import log_left_out, warn_without_effect
-from asyncloader.remote.discovery import find_shards
+from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard, fingerprint_of
+from asyncloader.remote.discovery import asks_a_store, find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
-from asyncloader.remote.index_counts import with_recorded_sizes
+from asyncloader.remote.index_counts import SampleOffsets, with_recorded_sizes
 from asyncloader.remote.parquet_sharing import SharedParquet
-from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange
-from asyncloader.remote.rank_shares import (
-    EpochPlan,
-    EpochShares,
-    Stretch,
-    part_left_out,
-    sample_numbers,
-    stretch_of,
-)
-from asyncloader.remote.reading import READ_AHEAD, MakeReader, read_shard_range
+from asyncloader.remote.reading import READ_AHEAD, MakeReader, Pins, read_shard_range
 from asyncloader.remote.sample_counts import Counted
-from asyncloader.remote.sample_offsets import SampleOffsets
-from asyncloader.remote.shard_list import fingerprint_of
 from asyncloader.remote.shard_sizes import (
     RAISED_WHEN_READ,
     bytes_per_sample,
-    sample_position,
+    trim,
     with_counts,
     with_edges,
     with_sizes,
 )
-from asyncloader.remote.shard_splitting import RANGES_PER_WORKER, CatalogRange, can_cut, cut, group_ranges, taken
-from asyncloader.remote.shared_counting import Counting, count_samples, count_together
-from asyncloader.remote.shared_listing import SharedListing, names_of
-from asyncloader.remote.stores import LoopStores, Stores
+from asyncloader.remote.shard_splitting import (
+    RANGES_PER_WORKER,
+    CatalogRange,
+    EpochPlan,
+    EpochShares,
+    can_cut,
+    cut,
+    group_ranges,
+    log_left_out,
+    part_left_out,
+    sample_numbers,
+    stretch_of,
+    taken,
+)
+from asyncloader.remote.shared_counting import Counting, count_samples, count_together, list_together
+from asyncloader.remote.stores import LoopStores, Stores, names_of, warn_without_effect
 from asyncloader.remote.stream_blocks import Shards
 from asyncloader.remote.stream_order import LANES
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
@@ -64,6 +64,7 @@ from asyncloader.transports import InvalidPath, SizeUnknown, Transport
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 
 if TYPE_CHECKING:
+    from asyncloader.ranks.agreement import Agreement
     from asyncloader.ranks.exchange import RankExchange
 
 SHUFFLE_BUFFER = 1000
@@ -170,7 +171,6 @@ class RemoteIterableDataset(IterableDataset[Any]):
         )
         if cache_dir is None or streams is None:  # with streams, also the numbers of local shards are kept
             warn_without_effect(self.urls, cache_dir, cache_bytes, cache_revalidate)
-        self._listing = SharedListing()
         self._listed: Sequence[Shard] | None = None  # the result of `find_shards`
         self._counted_shards: Sequence[Shard] | None = None  # with sizes or counts, for `len`
         self.planned_shards: Sequence[Shard] | None = None  # with sizes and cut points, for the latest plan
@@ -302,7 +302,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shares = EpochShares(ranks, int(counts.sum()), 0.0)
             stretch = stretch_of(counts[order], rank, ranks)
             mine = taken(shard_ranges, order[stretch.first : stretch.stop])
-            mine = await self._trim(list(mine), shards, stretch)
+            async with aclosing(self._own_stores()) as stores:
+                mine = await trim(mine, shards, stretch, stores)
         else:
             part = part_left_out(shards, taken(shard_ranges, order), ranks)
             shares, mine = EpochShares(ranks, None, part), taken(shard_ranges, order[rank::ranks])
@@ -358,16 +359,15 @@ class RemoteIterableDataset(IterableDataset[Any]):
             counting = Counting(
                 stores,
                 partial(self._open_from, stores, Pins(), self.read_ahead),
-                None if callable(self.format) and not isinstance(self.format, ShardFormat) else stores.cache_dir,
+                None if self._reader else stores.cache_dir,
                 [stores.name(os.fspath(url)) for url in urls],
                 (self.format, self.max_sample_bytes),
             )
             if ranks is None:
                 self._all_counted = await count_samples(counting, await self._find(stores))
             else:
-                find = partial(self._find, stores, alone=True)
                 self._listed, self._all_counted = await count_together(
-                    counting, find, self._listed, self._all_counted, about or {}, ranks
+                    counting, partial(self._find, stores), self._listed, self._all_counted, about or {}, ranks
                 )
             return self._all_counted
 
@@ -403,7 +403,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             shard_range,
             max_sample_bytes=self.max_sample_bytes,
             on_bad=on_bad,
-            reader=self.format if shard.format == CUSTOM and callable(self.format) else None,
+            reader=self._reader,
             read_ahead=read_ahead,
             columns=self.columns,
             pins=pins,
@@ -419,37 +419,25 @@ class RemoteIterableDataset(IterableDataset[Any]):
             self._counts = np.fromiter((stop - first for first, stop in numbers), np.int64, len(shard_ranges))
         return self._counts
 
-    async def _trim(
-        self, shard_ranges: list[CatalogRange], shards: Sequence[Shard], stretch: Stretch
-    ) -> list[CatalogRange]:
-        """Cut off the samples of the first and the last range that other ranks read.
-
-        A shard whose sample positions cannot be read is not cut: both ranks raise the error when they read it.
-        """
-        async with aclosing(self._own_stores()) as stores:
-
-            async def position(shard_range: CatalogRange, end: int, samples: int) -> int | None:
-                shard = shards[shard_range.shard]
-                with suppress(*RAISED_WHEN_READ):
-                    return await sample_position(shard, sample_numbers(shard, shard_range)[end] + samples, stores)
-                return None
-
-            start = await position(shard_ranges[0], 0, stretch.skipped) if stretch.skipped else None
-            stop = await position(shard_ranges[-1], 1, -stretch.left) if stretch.left else None
-        if start is not None:
-            shard_ranges[0] = shard_ranges[0]._replace(start=start)
-        if stop is not None:
-            shard_ranges[-1] = shard_ranges[-1]._replace(stop=stop)
-        return shard_ranges
-
     # ------------------------------------------------------------------------------------- facts about shards
 
-    async def _find(self, stores: Stores, *, alone: bool = False) -> Sequence[Shard]:
-        """Return the listed shards. `alone`: the other ranks get the list in another way."""
+    async def list_together(self, agreement: Agreement) -> None:
+        """Take rank 0's list of the shards, unless this rank has one. Each rank calls this before its first plan.
+
+        Raises:
+            RanksDisagree: rank 0 could not list them, or another rank left.
+            The errors of `find_shards`, on rank 0.
+        """
+        async with aclosing(self._own_stores()) as stores:
+            find = partial(self._find, stores) if asks_a_store(self.urls, stores) else None
+            about = self.urls, self.format, sorted(stores.options.items())
+            found = await list_together(find, about, agreement)
+        self._listed = self._listed or found
+
+    async def _find(self, stores: Stores) -> Sequence[Shard]:
         if self._listed is None:
-            custom = callable(self.format) and not isinstance(self.format, ShardFormat)
-            find = find_shards if alone else self._listing.find
-            found = await find(self.urls, stores, CUSTOM if custom else self.format)  # type: ignore[arg-type]
+            form = CUSTOM if self._reader else cast("ShardFormat | str | None", self.format)
+            found = await find_shards(self.urls, stores, form)
             self._listed = await with_recorded_sizes(found, stores)
         return self._counted_shards or self._listed
 
@@ -489,12 +477,16 @@ class RemoteIterableDataset(IterableDataset[Any]):
             others = [shard for shard in shards if shard.samples is None]
             if not others:
                 return counted
-            reader = self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
+            limit = self.max_sample_bytes
             for shard in others:  # the first shards may have no samples
-                limit = self.max_sample_bytes
-                if each := await bytes_per_sample(shard, stores, max_sample_bytes=limit, reader=reader):
+                if each := await bytes_per_sample(shard, stores, max_sample_bytes=limit, reader=self._reader):
                     return counted + round(sum(shard.size or 0 for shard in others) / each)
             return counted
+
+    @property
+    def _reader(self) -> MakeReader | None:
+        # A function that makes the reader of a user's own format.
+        return self.format if callable(self.format) and not isinstance(self.format, ShardFormat) else None
 
     def _own_stores(self) -> Stores:
         return self._stores.template.for_another_loop()

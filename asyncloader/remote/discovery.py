@@ -75,6 +75,20 @@ def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
     return found
 
 
+def asks_a_store(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], stores: Stores) -> bool:
+    """Return whether `find_shards` sends requests to a store that is the same for all ranks. Local files may be others
+    on each host, and nothing says whether a user's own transport is the same on each rank.
+    """
+    given = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+    texts = [url for url in given if isinstance(url, str) and scheme_of(url) not in ("file", "memory")]
+    return stores.transport is None and len(texts) == len(given) and any(map(_is_listed, texts))
+
+
+def _is_listed(url: str) -> bool:
+    address = split_url(url)[0]
+    return address.endswith(("/", INDEX)) or "*" in address or scheme_of(url) == "hf"
+
+
 async def find_shards(
     urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     stores: Stores,

@@ -25,8 +25,7 @@ from asyncloader.formats import Sample
 from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.stream_blocks import Element, StreamBlocks, TableRow, copied
-from asyncloader.remote.stream_order import LANES, StreamOrder, StreamRun
-from asyncloader.remote.stream_rest import OrderBefore, order_of, read_before
+from asyncloader.remote.stream_order import LANES, OrderBefore, StreamOrder, StreamRun, order_of, read_before
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.seeding import derive
 
@@ -93,27 +92,23 @@ class FixedStreams(Dataset[Any]):
 
     # ----------------------------------------------------------------------------- in the main process
 
-    async def plan_streams(self, batch: int) -> None:
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
         """Count the samples for global batches of this size, unless that was done.
+
+        Args:
+            batch: samples in a global batch.
+            ranks: the other ranks, which count together with this one: each calls this within `RankExchange.planning`,
+                also if it has counted before. None: this rank counts alone.
 
         Raises:
             TransportError: a shard cannot be counted, and the error is not about its samples.
+            RanksDisagree: another rank would read other samples, or could not count.
             The errors of `find_shards`.
         """
-        if not self._planned or self._planned[0].batch != batch:
-            self._plan(batch, await self.source.counted())
-
-    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
-        """Count the samples together with the other ranks, each of which calls this within `RankExchange.planning`.
-
-        Raises:
-            RanksDisagree: another rank would read other samples, or could not count.
-            The errors of `plan_streams`.
-        """
+        if ranks is None and self._planned and self._planned[0].batch == batch:
+            return
         about = {**self.described(), "shards": None, "seed": self.seed, "global batch": batch}
-        self._plan(batch, await self.source.counted(ranks, about))
-
-    def _plan(self, batch: int, counted: Sequence[Counted]) -> None:
+        counted = await self.source.counted(ranks, about)
         digest = hashlib.blake2b(digest_size=16)
         for name, each in zip(self.source.shard_urls, counted, strict=True):
             digest.update(f"{name}\n{each.samples}\n".encode(errors="surrogatepass"))

@@ -1,23 +1,35 @@
-"""Reads the numbers of samples that `write_shards` has written beside its shards.
+"""Reads the indexes that `write_shards` has written beside its shards: their numbers of samples, and where these begin.
 
 Data path: catalog -> [index_counts: _train-index.tar.json] -> shared_counting, which compares sizes with the store's.
+Data path: shard_sizes, [index_counts: _train-000.tar.samples] -> stream_blocks.
 
 An index is looked for at the name that it would have; a store without it answers one request for each series of shards.
+
+A stream that begins inside a shard would read the shard from its beginning, or from the last position that is known,
+without the index of its samples: where eight streams share a shard, its samples would be parsed four and a half times.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 from urllib.parse import unquote
 
+import numpy as np
+import numpy.typing as npt
+
 from asyncloader.bridge import in_thread
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import is_escaped, join_url, split_url
+from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.sample_index import format_name, index_name
+from asyncloader.remote.sample_index import parse_index as parse_samples
 from asyncloader.remote.shard_index import MAX_INDEX_BYTES, ShardNames, parse_index
+from asyncloader.remote.shard_sizes import mds_offsets
 from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 from asyncloader.transports.base import ObjectInfo, gather_all
@@ -163,3 +175,95 @@ def _parse(data: bytes, names: ShardNames, members: Sequence[tuple[int, str]]) -
             found[at] = Promise(record.samples, record.bytes, record.etag)
     given = {int(number) for _, number in members}
     return found, [record.name for number, record in sorted(index.shards.items()) if number not in given]
+
+
+MOST_BYTES = 32 << 20
+"""Bytes of offsets that a worker keeps: of 4 million samples. Those of a single shard are kept, whatever their number.
+"""
+
+MOST_INDEX_BYTES = 64 << 20
+"""The largest index of samples that is read: of 16 million samples. A shard with more is read from its beginning."""
+
+Offsets = npt.NDArray[np.int64]
+
+
+class _ShardOffsets:
+    """The facts that are known of a shard."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()  # while it is being found out
+        self.asked = False
+        self.offsets: Offsets | None = None
+
+
+class SampleOffsets:
+    """The offsets of samples, in the units of `CatalogRange.start`. Used in one event loop.
+
+    Args:
+        stores: find the transports; of that loop.
+        most: bytes of offsets that are kept.
+    """
+
+    def __init__(self, stores: Stores, most: int = MOST_BYTES) -> None:
+        self._stores = stores
+        self._most = most
+        self._entries: OrderedDict[str, _ShardOffsets] = OrderedDict()  # the last used last
+        self._bytes = 0
+
+    def known(self, shard: Shard) -> Offsets | None:
+        """Return what an earlier `find` has returned for a shard, if it is kept."""
+        entry = self._entries.get(shard.url)
+        return None if entry is None else entry.offsets
+
+    def must_read(self, shard: Shard, counted: Counted) -> bool:
+        """Whether `find` would read something."""
+        entry = self._entries.get(shard.url)
+        return (shard.mds is not None or counted.indexed) and (entry is None or not entry.asked)
+
+    async def find(self, shard: Shard, counted: Counted) -> Offsets | None:
+        """Return the offset of each of a shard's samples and, last, of the end of them: one more than there are
+        samples, ascending. None: nothing says where they are, or what does is of another version of the shard.
+
+        Raises:
+            ShardError: the table of an MDS shard is damaged.
+            TransportError: the table or the index cannot be read. The next call tries again.
+        """
+        if shard.mds is None and not counted.indexed:
+            return None
+        entry = self._entries.get(shard.url)
+        if entry is None:
+            entry = self._entries[shard.url] = _ShardOffsets()
+        self._entries.move_to_end(shard.url)
+        # The streams that share a shard begin at the same time: the first reads for all. If it fails or is cancelled,
+        # the next one does, and gets an error of its own.
+        async with entry.lock:
+            if not entry.asked:
+                if shard.mds is not None:
+                    offsets: Offsets | None = await mds_offsets(shard, shard.mds, self._stores)
+                else:
+                    offsets = await self._read_index(shard, counted.samples)
+                entry.asked = True
+                self._keep(entry, offsets)
+        return entry.offsets
+
+    def _keep(self, entry: _ShardOffsets, offsets: Offsets | None) -> None:
+        entry.offsets = offsets
+        self._bytes += 0 if offsets is None else offsets.nbytes
+        for other, old in list(self._entries.items()) if self._bytes > self._most else ():
+            if self._bytes <= self._most:
+                break
+            if old is not entry and old.offsets is not None:
+                del self._entries[other]
+                self._bytes -= old.offsets.nbytes
+
+    async def _read_index(self, shard: Shard, samples: int) -> Offsets | None:
+        address, query = split_url(shard.url)
+        folder, slash, name = address.rpartition("/")
+        transport, path = self._stores.find(f"{folder}{slash}{index_name(name)}{query}")
+        try:
+            index = parse_samples(await transport.read(path, max_bytes=MOST_INDEX_BYTES))
+        except (ObjectNotFound, AccessDenied, ObjectTooLarge, ValueError):
+            return None
+        # The shard itself was compared with what its writer has recorded when its samples were counted.
+        fits = index.whole and len(index) == samples and index.format == format_name(shard.format)
+        return index.edges if fits else None

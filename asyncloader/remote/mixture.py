@@ -1,8 +1,8 @@
 """`Mixture`: datasets and streams of shards, mixed in given proportions, as one dataset for a loader with ``seed=``.
 
-Data path: mixed_positions -> scheduler -> worker: [mixture] -> fixed_streams, datasets -> collate.
+Data path: samplers.mixture -> scheduler -> worker: [mixture] -> fixed_streams, datasets -> collate.
 
-The main process plans the streams, and computes the order (`samplers.mixed_positions`). The copy in each worker gets
+The main process plans the streams, and computes the order (`samplers.mixture`). The copy in each worker gets
 the samples from the sources. A stream that begins another pass is read by another copy of its `FixedStreams`, since
 batches of both passes may be in work.
 """
@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import copy
 import inspect
-import operator
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Sized
 from fractions import Fraction
@@ -30,8 +29,8 @@ from asyncloader.errors import StateError
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.stream_order import LANES
 from asyncloader.samplers.interleave import whole_weights
-from asyncloader.samplers.mixed_positions import MixedPositions, Place
-from asyncloader.samplers.mixture_order import CHOICES, MixtureOrder, OnExhausted
+from asyncloader.samplers.mixture import MixedPositions, Place
+from asyncloader.samplers.mixture_order import MixtureOrder, OnExhausted, check_mixture
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.context import context_managers
 from asyncloader.workers.fetch.dataset_kinds import digest_of, is_async_dataset
@@ -89,12 +88,7 @@ class Mixture(Dataset[Any]):
         on_exhausted: OnExhausted = "repeat",
         shuffle: bool = True,
     ) -> None:
-        if on_exhausted not in CHOICES:
-            raise ValueError(f"on_exhausted should be one of {CHOICES}, but got on_exhausted={on_exhausted!r}")
-        if num_samples is not None and on_exhausted != "repeat":
-            raise ValueError(f'num_samples={num_samples} needs on_exhausted="repeat", but got {on_exhausted!r}')
-        if num_samples is not None and num_samples < 0:
-            raise ValueError(f"num_samples should be 0 or more, but got num_samples={num_samples}")
+        self.num_samples = check_mixture(on_exhausted, num_samples)
         self.sources = list(sources)
         for number, source in enumerate(self.sources):
             _check_source(number, source)
@@ -112,7 +106,6 @@ class Mixture(Dataset[Any]):
             raise ValueError(f"weights by epoch should begin with epoch 0, but got epochs {list(by_epoch)}")
         self.weights = [(epoch, self.whole(by_epoch[epoch])) for epoch in sorted(by_epoch)]
         """Shares of samples, as whole numbers, with the epoch from which they hold."""
-        self.num_samples = None if num_samples is None else operator.index(num_samples)
         self.on_exhausted: OnExhausted = on_exhausted
         self.shuffle = bool(shuffle)
 
@@ -191,20 +184,6 @@ class MixedSources(Dataset[Any]):
 
     # ----------------------------------------------------------------------------- in the main process
 
-    @property
-    def weights(self) -> Sequence[tuple[int, Sequence[int]]]:
-        """Whole weights of the sources, with the epoch from which they hold."""
-        return self.source.weights
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether map datasets are shuffled."""
-        return self.source.shuffle
-
-    def whole(self, weights: Weights) -> list[int]:
-        """Return checked weights as whole numbers of samples."""
-        return self.source.whole(weights)
-
     def for_iterator(self) -> Self:
         """Return a copy with readers of its own."""
         made = type(self).__new__(type(self))
@@ -213,48 +192,41 @@ class MixedSources(Dataset[Any]):
 
     def positions(self) -> MixedPositions:
         """Return a sampler of the order."""
-        return MixedPositions(self)
+        return MixedPositions(self, self.source.weights, self.source.whole, self.order, self.streams)
 
-    async def plan_streams(self, batch: int) -> None:
-        """Count the samples of the streams, unless that was done.
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Count the samples of the streams, unless that was done. As `FixedStreams.plan_streams`.
 
         Raises:
             ValueError: a stream has another number of samples than of lengths.
-            The errors of `FixedStreams.plan_streams`.
         """
+        if ranks is not None:  # ranks with other sources would wait for each other
+            await ranks.compare({"sources that are streams": self.streams})
         for number, part in enumerate(self._parts):
             if self.streams[number]:
-                await part.plan_streams(self._part_of(batch, number))
-        await self._measure()
-
-    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
-        """Count the samples together with the other ranks. As `FixedStreams.plan_together`."""
-        # Ranks with other sources would wait for each other.
-        await ranks.compare({"sources that are streams": self.streams})
-        for number, part in enumerate(self._parts):
-            if self.streams[number]:
-                await part.plan_together(self._part_of(batch, number), ranks)
+                await part.plan_streams(self._part_of(batch, number), ranks)
         error: Exception | None = None
         try:
-            await self._measure()
+            self._sizes[:] = [[await self._measure(number) for number in range(len(self._parts))]]
         except Exception as failed:
+            if ranks is None:
+                raise
             error = failed
-        await ranks.check(error)
-        await ranks.compare({"samples of the sources": self.sizes})
+        if ranks is not None:
+            await ranks.check(error)
+            await ranks.compare({"samples of the sources": self.sizes})
 
     def _part_of(self, batch: int, number: int) -> int:
         """Return about the samples of a global batch that are a stream's, which are then read from few streams."""
-        return max(1, round(batch * max(Fraction(weights[number], sum(weights)) for _, weights in self.weights)))
+        return max(1, round(batch * max(Fraction(weights[number], sum(weights)) for _, weights in self.source.weights)))
 
-    async def _measure(self) -> None:
-        sizes: list[int] = []
-        for number, part in enumerate(self._parts):
-            if self.streams[number]:
-                self.source.check_counted(number, part.samples)
-                sizes.append(part.samples)
-            else:
-                sizes.append(await in_thread(partial(len, part)))  # the user's code
-        self._sizes[:] = [sizes]
+    async def _measure(self, number: int) -> int:
+        """Return the number of samples of a source."""
+        part = self._parts[number]
+        if not self.streams[number]:
+            return await in_thread(partial(len, part))  # the user's code
+        self.source.check_counted(number, part.samples)
+        return int(part.samples)
 
     @property
     def samples(self) -> int | None:
@@ -268,7 +240,9 @@ class MixedSources(Dataset[Any]):
 
     def order(self, weights: Sequence[tuple[int, Sequence[int]]]) -> MixtureOrder:
         """Return the mixture with these weights. ValueError: a source that has a weight is empty."""
-        return MixtureOrder(self.sizes, weights, self.source.on_exhausted, self.source.num_samples)
+        source = self.source
+        seed = self.seed if source.shuffle else None
+        return MixtureOrder(self.sizes, weights, source.on_exhausted, source.num_samples, seed)
 
     @property
     def lanes(self) -> int:
@@ -291,7 +265,7 @@ class MixedSources(Dataset[Any]):
             sources = [part.described() if stream else _described(part, size) for part, stream, size in parts]
         return {
             "sources": sources,
-            "weights": [[epoch, [*weights]] for epoch, weights in self.weights],
+            "weights": [[epoch, [*weights]] for epoch, weights in self.source.weights],
             "on_exhausted": self.source.on_exhausted,
             "num_samples": self.source.num_samples,
             "shuffle": self.source.shuffle,

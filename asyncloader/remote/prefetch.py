@@ -24,7 +24,7 @@ from typing import Any
 from asyncloader.formats import Located, LocatedSamples, OnBad, Sample, ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, SegmentRange, bytes_left
-from asyncloader.shielding import wait_until_done
+from asyncloader.shielding import retrieve_error, wait_until_done
 from asyncloader.transports import TransportError
 
 AnyRange = CatalogRange | SegmentRange
@@ -64,7 +64,7 @@ class RangeReading:
     def begin(self) -> None:
         """Start to read the first samples, before they are needed."""
         self._begun = asyncio.ensure_future(anext(self._stream))
-        self._begun.add_done_callback(_retrieve_exception)
+        self._begun.add_done_callback(retrieve_error)
 
     def take(self, most: int, limit: int | None) -> tuple[Sequence[Sample], Sequence[int]]:
         """Return up to `most` of the next samples, and the positions after them; none if `more` must read some.
@@ -144,12 +144,6 @@ class RangeReading:
             await wait_until_done(running)
         finally:
             await self._stream.aclose()
-
-
-def _retrieve_exception(begun: asyncio.Future[Sequence[Located]]) -> None:
-    """Mark the exception as retrieved, so that asyncio does not log it: `more` raises it."""
-    if not begun.cancelled():
-        begun.exception()
 
 
 class RangePrefetcher:

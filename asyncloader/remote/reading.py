@@ -10,8 +10,10 @@ to keep the loop responsive. Parquet is read by byte ranges instead: `parquet_re
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import aclosing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
 
@@ -28,14 +30,14 @@ from asyncloader.formats import (
     open_indexed_reader,
     open_reader,
 )
+from asyncloader.plain_context import plain_context
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.parquet_reading import read_parquet
 from asyncloader.remote.parquet_sharing import RowOptions, SharedParquet
-from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange, StreamBuffer
 from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import PinnedReader, RangeOutOfBounds, RangesIgnored, TransportError
+from asyncloader.transports import PinnedReader, RangeOutOfBounds, RangesIgnored, Transport, TransportError
 from asyncloader.workers.fetch.threads import JobThreads
 
 MakeReader: TypeAlias = Callable[[str, ShardRange], ShardReader]
@@ -64,6 +66,47 @@ PIECE_SAMPLES = 16
 """After a piece with fewer samples the next piece is larger."""
 
 
+MOST_PINS = 256
+"""Shards whose versions a worker keeps; it reads its ranges of one shard soon after each other."""
+
+
+@dataclass(slots=True)
+class Pin:
+    """The reader of one shard's version."""
+
+    reader: PinnedReader
+    open: int = 0  # ranges that are being read
+    used: bool = False
+    """Samples of this version have been returned, so no other version may be read."""
+
+
+class Pins:
+    """The versions of the shards of which one worker has read samples in an epoch."""
+
+    def __init__(self) -> None:
+        self._pins: OrderedDict[str, Pin] = OrderedDict()
+
+    @plain_context
+    def hold(self, transport: Transport, path: str, url: str) -> Generator[Pin, None, None]:
+        """Return the reader of a shard for the time of a ``with`` block. A version without returned samples is dropped
+        at its end, so that the next attempt may read another version.
+        """
+        pin = self._pins.get(url)
+        if pin is None or pin.reader.transport is not transport:
+            pin = self._pins[url] = Pin(transport.pinned(path))
+        self._pins.move_to_end(url)
+        pin.open += 1
+        try:
+            yield pin
+        finally:
+            pin.open -= 1
+            if not (pin.open or pin.used) and self._pins.get(url) is pin:
+                del self._pins[url]
+            # A version that is in use is never dropped, whatever the number.
+            if len(self._pins) > MOST_PINS and (idle := next((u for u, p in self._pins.items() if not p.open), None)):
+                del self._pins[idle]
+
+
 async def read_shard_range(
     stores: Stores,
     shard: Shard,
@@ -85,8 +128,8 @@ async def read_shard_range(
     Args:
         stores: finds the transport for the shard's URL.
         shard: the shard.
-        shard_range: the range. To continue after a sample: ``shard_range._replace(start=resume, sync=False)``. Of a
-            `SegmentRange` with `skip` or `most` all is read that a reader of the user's own, or of Parquet, returns.
+        shard_range: the range. To continue after a sample: ``shard_range._replace(start=resume, sync=False)``. With a
+            custom reader, or Parquet, `skip` and `most` of a `SegmentRange` are ignored: the whole range is returned.
         max_sample_bytes: refuse a sample with more (decompressed) bytes.
         on_bad: called in the loop with each bad sample that can be skipped, before the samples after it are returned.
             None: the first bad sample is raised.

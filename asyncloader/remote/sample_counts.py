@@ -1,18 +1,29 @@
 """Counts the samples of shards, and notes where reading can begin inside them.
 
-Data path: discovery, shard_sizes -> [sample_counts] -> stream_order.
+Data path: discovery, shard_sizes -> [sample_counts: cache_dir] -> stream_order.
 
 MDS and Parquet have their numbers in an index or a footer. Shards of other formats are read once, whole; meanwhile the
-offsets of some samples are noted, so that reading can begin there later.
+offsets of some samples are noted, so that reading can begin there later. Both are kept in the cache directory:
+
+    cache_dir/asyncloader-counts-1/NAME.counts      NAME: a hash of the dataset's URLs
+
+A record is found by a hash of the shard's URL, size and ETag, and of the way in which it is read: a shard that was
+replaced has none. The file is written anew, under another name, and renamed. A file with a wrong checksum is ignored.
+Any number of processes may use it; the last to write it wins.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import struct
+import tempfile
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,8 +33,8 @@ from asyncloader.errors import is_about_sample
 from asyncloader.formats import ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open
+from asyncloader.remote.shard_sizes import for_each
 from asyncloader.remote.shard_splitting import CatalogRange
-from asyncloader.transports.base import gather_all
 
 MARKS = 32
 """Most noted offsets in a shard: a reader that begins between two of them passes over up to a 16th of the shard."""
@@ -84,13 +95,11 @@ async def count_shards(shards: Sequence[Shard], open: Open, found: Callable[[int
         TransportError: a shard cannot be read, and the error is not about its samples.
     """
     done = 0
-    waiting = iter(enumerate(shards))
 
-    async def work() -> None:
+    async def count(number: int) -> None:
         nonlocal done
-        for number, shard in waiting:
-            found(number, await _count(shard, open))
-            done += 1
+        found(number, await _count(shards[number], open))
+        done += 1
 
     def report() -> None:
         _log.warning(
@@ -101,7 +110,7 @@ async def count_shards(shards: Sequence[Shard], open: Open, found: Callable[[int
 
     timer = asyncio.get_running_loop().call_later(_LOG_AFTER_S, report)
     try:
-        await gather_all(work() for _ in range(min(SHARDS, len(shards))))
+        await for_each(range(len(shards)), count, SHARDS)
     finally:
         timer.cancel()
 
@@ -135,3 +144,75 @@ async def _count(shard: Shard, open: Open) -> Counted:
             raise
         samples += len(bad) + 1
     return Counted(samples, np.array(marks, np.int64).T.copy() if marks else None)
+
+
+FOLDER = "asyncloader-counts-1"
+
+MAX_FILE_BYTES = 1 << 30
+
+_MAGIC = b"ALcount1"
+_HEAD = struct.Struct("<8s16sQ")  # magic, hash of the rest, number of shards
+_KEY = 16
+
+_log = logging.getLogger("asyncloader")
+
+
+def hash_of(*values: object) -> bytes:
+    """Return 16 bytes that stand for these plain values."""
+    return blake2b(repr(values).encode(errors="surrogatepass"), digest_size=_KEY).digest()
+
+
+def pack_counts(counts: Mapping[bytes, Counted]) -> bytes:
+    """Return the file of these shards, by their hashes."""
+    samples = np.array([each.samples for each in counts.values()], "<i8")
+    marks = [np.empty((2, 0), np.int64) if each.marks is None else each.marks for each in counts.values()]
+    sizes = np.array([each.shape[1] for each in marks], "<i8")
+    numbers = np.concatenate([each.ravel() for each in marks]) if marks else np.empty(0)
+    body = b"".join([*counts, samples.tobytes(), sizes.tobytes(), numbers.astype("<i8").tobytes()])
+    return _HEAD.pack(_MAGIC, blake2b(body, digest_size=_KEY).digest(), len(counts)) + body
+
+
+def parse_counts(data: bytes) -> dict[bytes, Counted]:
+    """Return the shards of a file; none if it is damaged."""
+    if len(data) < _HEAD.size:
+        return {}
+    magic, digest, shards = _HEAD.unpack_from(data)
+    body = data[_HEAD.size :]
+    if magic != _MAGIC or digest != blake2b(body, digest_size=_KEY).digest() or shards * (_KEY + 16) > len(body):
+        return {}
+    samples = np.frombuffer(body, "<i8", shards, shards * _KEY)
+    sizes = np.frombuffer(body, "<i8", shards, shards * (_KEY + 8))
+    numbers = np.frombuffer(body, "<i8", offset=shards * (_KEY + 16))
+    if (samples < 0).any() or (sizes < 0).any() or (sizes > MARKS).any() or 2 * sizes.sum() != len(numbers):
+        return {}
+    ends = np.cumsum(2 * sizes).tolist()
+    found: dict[bytes, Counted] = {}
+    for at, (count, size) in enumerate(zip(samples.tolist(), sizes.tolist(), strict=True)):
+        marks = numbers[ends[at] - 2 * size : ends[at]].reshape(2, size).astype(np.int64) if size else None
+        found[body[at * _KEY : (at + 1) * _KEY]] = Counted(count, marks)
+    return found
+
+
+def read_counts(cache_dir: str, name: str) -> dict[bytes, Counted]:
+    """Return the shards that are kept under a name; none if the file cannot be read. Blocks."""
+    path = Path(cache_dir, FOLDER, f"{name}.counts")
+    with suppress(OSError):
+        if path.stat().st_size <= MAX_FILE_BYTES:
+            return parse_counts(path.read_bytes())
+    return {}
+
+
+def write_counts(cache_dir: str, name: str, counts: Mapping[bytes, Counted]) -> None:
+    """Keep shards under a name, in place of earlier ones. An error of the disk is logged. Blocks."""
+    folder, temporary = Path(cache_dir, FOLDER), ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(".partial", f".{name}.", folder)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(pack_counts(counts))
+        Path(temporary).replace(folder / f"{name}.counts")
+    except OSError as error:
+        if temporary:
+            with suppress(OSError):
+                Path(temporary).unlink()
+        _log.warning("the samples of the shards will be counted again by the next run: %s", error)

@@ -7,9 +7,10 @@ Requests for different shards are concurrent, up to a limit. Known facts are not
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing, suppress
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,12 @@ from asyncloader.formats.base import ShardRange
 from asyncloader.formats.compressed import Compression, decoder
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.reading import MakeReader
-from asyncloader.remote.shard_splitting import can_cut
+from asyncloader.remote.shard_splitting import CatalogRange, Stretch, can_cut, sample_numbers
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectNotFound, RangeOutOfBounds, SizeUnknown, Transport
 from asyncloader.transports.base import gather_all
+
+T = TypeVar("T")
 
 REQUESTS = 64
 """Maximum number of shards with a request at the same time."""
@@ -167,6 +170,30 @@ async def sample_position(shard: Shard, number: int, stores: Stores) -> int:
     return number if shard.mds is None else int((await mds_offsets(shard, shard.mds, stores))[number])
 
 
+async def trim(
+    shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], stretch: Stretch, stores: Stores
+) -> list[CatalogRange]:
+    """Cut off the samples of the first and the last range of a rank's stretch that other ranks read.
+
+    A shard whose sample positions cannot be read is not cut: both ranks raise the error when they read it.
+    """
+
+    async def position(shard_range: CatalogRange, end: int, samples: int) -> int | None:
+        shard = shards[shard_range.shard]
+        with suppress(*RAISED_WHEN_READ):
+            return await sample_position(shard, sample_numbers(shard, shard_range)[end] + samples, stores)
+        return None
+
+    found = list(shard_ranges)
+    start = await position(found[0], 0, stretch.skipped) if stretch.skipped else None
+    stop = await position(found[-1], 1, -stretch.left) if stretch.left else None
+    if start is not None:
+        found[0] = found[0]._replace(start=start)
+    if stop is not None:
+        found[-1] = found[-1]._replace(stop=stop)
+    return found
+
+
 async def mds_offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArray[np.int64]:
     """Read an MDS shard's table: the offset of each sample and, last, of the end. Reads and raises as
     `sample_position`.
@@ -268,16 +295,23 @@ async def _each(
     """Return the results of `function` in the order of the shards, `REQUESTS` at a time; a shard for which it raises an
     error of `leave` as it is.
     """
-    found: dict[int, Shard] = {}
-    waiting = iter(enumerate(shards))
+    found = list(shards)
 
-    # The workers share one iterator, which is safe in one loop: each takes the next shard when it has finished another.
+    async def replace(number: int) -> None:
+        with suppress(*leave):
+            found[number] = await function(found[number])
+
+    await for_each(range(len(found)), replace)
+    return found
+
+
+async def for_each(items: Collection[T], function: Callable[[T], Awaitable[object]], most: int = REQUESTS) -> None:
+    """Call a function with each item, `most` at a time. Raises its first error, and cancels the other calls."""
+    waiting = iter(items)
+
+    # The tasks share one iterator, which is safe in one loop: each takes the next item when it has finished another.
     async def work() -> None:
-        for number, shard in waiting:
-            try:
-                found[number] = await function(shard)
-            except leave:
-                found[number] = shard
+        for item in waiting:
+            await function(item)
 
-    await gather_all(work() for _ in range(min(REQUESTS, len(shards))))
-    return [found[number] for number in range(len(shards))]
+    await gather_all(work() for _ in range(min(most, len(items))))

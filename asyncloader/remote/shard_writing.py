@@ -20,6 +20,8 @@ import os
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from itertools import count, takewhile
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,40 +135,21 @@ class ShardWriter:
         if type(transport).write is Transport.write:
             # Its error says that it is for reading only; a web server would first be asked for what it has.
             await transport.write(path, [])
-        index = await self._read_index()
-        stored = await self._stored()
-        shard = sample = 0
+        index, stored = await self._read_index(), await self._stored()
         if self._overwrite:
-            # The index first: it must not describe shards that are deleted, or other shards of the same names.
-            for name in (self._names.index_name, *((INDEX,) if self._is_mds else ()), *stored):
-                await self._delete(name)
-            if isinstance(self._encoder, RecordEncoder):
-                # One of a shard that is gone would be refused by the readers of another shard of this name.
-                await gather_all(self._delete(index_name(name)) for name in stored)
-            index, stored = None, {}
-        if index is None:
-            if stored:
-                raise FileExistsError(
-                    f"{self._url(next(iter(stored)))} exists, and {len(stored) - 1} others, without an index of "
-                    "write_shards: choose another name, or delete them by overwrite=True"
-                )
-        else:
-            self._check_settings(index)
-            self._earlier, self._complete = index.shards, index.complete
-            others = [name for name in stored if name != INDEX and self._names.number(name) not in index.shards]
-            if index.complete and others:
-                raise FileExistsError(
-                    f"{self._url(others[0])} exists, and is none of the {len(index.shards)} shards that write_shards "
-                    "has written: choose another name, or delete all by overwrite=True"
-                )
-            if not index.complete:
-                # Complete, but not recorded: the writer was killed in between. They are written again.
-                for name in (*others, *((INDEX,) if INDEX in stored else ())):
-                    await self._delete(name)
-                if skip:
-                    shard, sample = await self._find_start()
-        if index is None or not index.complete:
+            await self._delete_all(stored)
+        elif index is not None and index.complete:
+            self._repeat(index, stored)
+        elif index is not None:
+            await self._go_on(index, stored, skip)
+        elif stored:
+            raise FileExistsError(
+                f"{self._url(next(iter(stored)))} exists, and {len(stored) - 1} others, without an index of "
+                "write_shards: choose another name, or delete them by overwrite=True"
+            )
+        if not self._complete:
             await self._write_index(complete=False)
+        shard, sample = len(self._done), sum(each.samples for each in self._done.values())
         return ShardCutter(self._encoder, self._max_bytes, self._max_samples, shard=shard, sample=sample)
 
     async def write(self, batches: AsyncGenerator[EncodedSamples, None], cutter: ShardCutter) -> list[WrittenShard]:
@@ -340,6 +323,37 @@ class ShardWriter:
 
     # --------------------------------------------------------------------------------------------- an earlier run
 
+    async def _delete_all(self, stored: Mapping[str, None]) -> None:
+        # The index first: it must not describe shards that are deleted, or other shards of the same names.
+        for name in (self._names.index_name, *((INDEX,) if self._is_mds else ()), *stored):
+            await self._delete(name)
+        if isinstance(self._encoder, RecordEncoder):
+            # One of a shard that is gone would be refused by the readers of another shard of this name.
+            await gather_all(self._delete(index_name(name)) for name in stored)
+
+    def _repeat(self, index: ShardIndex, stored: Mapping[str, None]) -> None:
+        """Compare the samples with those of a run that is complete, and write the shards behind its last."""
+        if others := self._take(index, stored):
+            raise FileExistsError(
+                f"{self._url(others[0])} exists, and is none of the {len(index.shards)} shards that write_shards "
+                "has written: choose another name, or delete all by overwrite=True"
+            )
+        self._complete = True
+
+    async def _go_on(self, index: ShardIndex, stored: Mapping[str, None], skip: bool) -> None:
+        """Continue a run that was killed. `skip`: after its complete shards."""
+        # Complete, but not recorded: the writer was killed in between. They are written again.
+        for name in (*self._take(index, stored), *((INDEX,) if INDEX in stored else ())):
+            await self._delete(name)
+        if skip:
+            await self._keep_intact()
+
+    def _take(self, index: ShardIndex, stored: Mapping[str, None]) -> list[str]:
+        """Take the records of an earlier run. Return the names of the stored shards that it has not recorded."""
+        self._check_settings(index)
+        self._earlier = index.shards
+        return [name for name in stored if name != INDEX and self._names.number(name) not in index.shards]
+
     async def _stored(self) -> dict[str, None]:
         """Return the names of the objects that are shards of this data set, in order."""
         here = "" if self._stores.transport is not None else "./"
@@ -365,21 +379,16 @@ class ShardWriter:
             return False
         return True
 
-    async def _find_start(self) -> tuple[int, int]:
-        """Return the number of the first shard that is not complete, and of its first sample."""
-        number = sample = 0
-        while numbers := [each for each in range(number, number + CHECKS) if each in self._earlier]:
-            intact = await gather_all(self._is_stored(self._earlier[each]) for each in numbers)
-            for each, kept in zip(numbers, intact, strict=True):
-                if each != number or not kept:
-                    break
-                self._done[each] = self._earlier[each]
-                sample += self._earlier[each].samples
-                number += 1
-            else:
-                continue
-            break
-        return number, sample
+    async def _keep_intact(self) -> None:
+        """Keep the shards of the earlier run up to the first that is not in the store as it is recorded."""
+        numbers = list(takewhile(self._earlier.__contains__, count()))
+        for first in range(0, len(numbers), CHECKS):
+            some = numbers[first : first + CHECKS]
+            intact = await gather_all(self._is_stored(self._earlier[number]) for number in some)
+            kept = [number for number, _ in takewhile(itemgetter(1), zip(some, intact, strict=True))]
+            self._done.update({number: self._earlier[number] for number in kept})
+            if len(kept) < len(some):
+                return
 
     async def _is_stored(self, record: ShardRecord) -> bool:
         """Return whether the store has the recorded bytes: by their version, otherwise by their digest."""

@@ -1,19 +1,20 @@
 """Finds out how many samples each shard of a dataset has, alone or together with the other ranks.
 
-Data path: discovery -> [shared_counting: index_counts, kept_counts, sample_counts] -> fixed_streams.
+Data path: discovery -> [shared_counting: index_counts, sample_counts] -> fixed_streams.
 
 Numbers come, in this order, from an MDS index or a Parquet footer, from the cache directory, from the index of
 `write_shards`, and from reading the shard. All but the first are compared with the size and the version that the store
 has now.
 
 Several ranks share the work: rank 0 lists the shards, and the others get its list; each rank counts a part of them, and
-gets the numbers of the others. Ranks that would read other shards, or in another order, get an error.
+gets the numbers of the others. Ranks that would read other shards, or in another order, get an error. Ranks that share
+the shards without counting get rank 0's list alone, where it comes from a store.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,17 +23,15 @@ import numpy as np
 
 from asyncloader.bridge import in_thread
 from asyncloader.errors import RanksDisagree
-from asyncloader.ranks.exchange import RankExchange, difference
-from asyncloader.remote.catalog import Shard
+from asyncloader.ranks.agreement import Agreement
+from asyncloader.ranks.exchange import RankExchange, difference, in_daemon
+from asyncloader.remote.catalog import Shard, plain_list, read_list
 from asyncloader.remote.index_counts import Promise, read_promises
-from asyncloader.remote.kept_counts import hash_of, read_counts, write_counts
 from asyncloader.remote.prefetch import Open
-from asyncloader.remote.sample_counts import Counted, count_shards
-from asyncloader.remote.shard_list import plain_list, read_list
-from asyncloader.remote.shard_sizes import RAISED_WHEN_READ, REQUESTS, with_counts
+from asyncloader.remote.sample_counts import Counted, count_shards, hash_of, read_counts, write_counts
+from asyncloader.remote.shard_sizes import RAISED_WHEN_READ, for_each, with_counts
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import InvalidPath, SizeUnknown
-from asyncloader.transports.base import gather_all
 
 _WITHOUT_INFO = (*RAISED_WHEN_READ, InvalidPath, SizeUnknown)  # the shard is read instead
 
@@ -114,7 +113,8 @@ async def count_together(
         except Exception as failed:
             error = failed
     await ranks.check(error)
-    mine = await in_thread(partial(_pack, shards, promises, about)) if ranks.rank == 0 else b""
+    sent = {"about": about, "shards": shards, "promises": [(at, *each) for at, each in promises.items()]}
+    mine = await in_thread(partial(_packed, sent)) if ranks.rank == 0 else b""
     data = await ranks.share(mine)
     part = _CountedPart({}, {})
     unknown: list[int] = []
@@ -139,6 +139,46 @@ async def count_together(
     part = await _exchanged(part, unknown, ranks)
     await _keep(counting, part, kept)
     return shards, _joined(shards, part.counted, promises)
+
+
+async def list_together(
+    find: Callable[[], Awaitable[Sequence[Shard]]] | None, about: object, agreement: Agreement
+) -> Sequence[Shard] | None:
+    """Return rank 0's shards, for ranks that share them without counting; None: this rank lists for itself.
+
+    Args:
+        find: lists the shards; None: each rank does, because that asks no store that all ranks have.
+        about: the arguments of the list. A rank of other arguments than rank 0's lists for itself: what it reads is
+            compared with what the others read before the first step.
+        agreement: with the other ranks, each of which calls this.
+
+    Raises:
+        RanksDisagree: rank 0 could not list them, or another rank left.
+        The errors of `find`, on rank 0.
+    """
+    shards: Sequence[Shard] | None = None
+    data, error = b"", None
+    digest = hash_of(about).hex()
+    if find is not None and agreement.is_first_rank:
+        try:
+            shards = await find()
+            data = await in_thread(partial(_packed, {"about": digest, "shards": shards}))
+        except Exception as failed:
+            error = failed
+    text = None if error is None else f"{type(error).__name__}: {error}"
+    try:
+        data = await in_daemon(partial(agreement.share_list, data, text))
+    except RanksDisagree:
+        if error is not None:
+            raise error from None
+        raise
+    if shards is None and find is not None and data:
+        try:
+            theirs = await in_thread(partial(json.loads, data))
+            shards = read_list(theirs["shards"]) if theirs["about"] == digest else None
+        except (ValueError, TypeError, KeyError, RecursionError) as broken:
+            raise RanksDisagree(f"the list of shards that rank 0 has sent is broken: {broken}") from None
+    return shards
 
 
 def _joined(shards: Sequence[Shard], counted: Mapping[int, Counted], promises: Mapping[int, Promise]) -> list[Counted]:
@@ -184,7 +224,7 @@ async def _count(
 
     rest = [at for at in places if at not in found]
     if counting.cache_dir is not None or promises:
-        await _each(rest, look)
+        await for_each(rest, look)
         rest = [at for at in rest if at not in found]
     await count_shards(
         [shards[at] for at in rest],
@@ -192,16 +232,6 @@ async def _count(
         lambda number, each: found.__setitem__(rest[number], each),
     )
     return _CountedPart(found, keys)
-
-
-async def _each(places: Iterable[int], function: Callable[[int], Awaitable[None]]) -> None:
-    waiting = iter(places)  # shared, which is safe in one loop
-
-    async def work() -> None:
-        for at in waiting:
-            await function(at)
-
-    await gather_all(work() for _ in range(REQUESTS))
 
 
 async def _kept(counting: Counting) -> dict[bytes, Counted]:
@@ -219,10 +249,9 @@ async def _keep(counting: Counting, part: _CountedPart, kept: Mapping[bytes, Cou
 # ------------------------------------------------------------------------------------------------- the ranks
 
 
-def _pack(shards: Sequence[Shard], promises: Mapping[int, Promise], about: Mapping[str, Any]) -> bytes:
-    """Return what rank 0 sends to the others."""
-    sent = {"about": about, "shards": plain_list(shards), "promises": [(at, *each) for at, each in promises.items()]}
-    return json.dumps(sent).encode()
+def _packed(sent: dict[str, Any]) -> bytes:
+    """Return the values that rank 0 sends to the others, its list of shards among them."""
+    return json.dumps(sent | {"shards": plain_list(sent["shards"])}).encode()
 
 
 def _listing(theirs: Sequence[Shard], mine: Sequence[Shard], rank: int) -> list[Shard]:

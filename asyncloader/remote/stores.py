@@ -22,13 +22,15 @@ import asyncio
 import os
 import pickle
 import re
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from asyncloader.remote.catalog import BUCKETS
+from asyncloader.errors import NoEffectWarning
+from asyncloader.remote.catalog import BUCKETS, PlainShards, Shard
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
@@ -67,6 +69,16 @@ def scheme_of(url: str) -> str:
 def is_cached(url: str) -> bool:
     """Return whether `Stores` with a `cache_dir` cache an object: local objects are not cached."""
     return scheme_of(url) not in _NOT_CACHED
+
+
+def warn_without_effect(urls: Any, cache_dir: Any, cache_bytes: Size | None, cache_revalidate: bool) -> None:
+    """Warn of cache arguments without an effect, at the line that makes the dataset."""
+    if cache_dir is None:
+        given = {"cache_bytes": cache_bytes is not None, "cache_revalidate": not cache_revalidate}
+        for name in (name for name, set_ in given.items() if set_):
+            warnings.warn(f"{name}= does nothing without cache_dir=", NoEffectWarning, stacklevel=3)
+    elif not any(is_cached(os.fspath(url)) for url in ([urls] if isinstance(urls, str | os.PathLike) else urls)):
+        warnings.warn("cache_dir= does nothing for local files, which are not cached", NoEffectWarning, stacklevel=3)
 
 
 class Stores:
@@ -280,6 +292,13 @@ def strip_signature(url: str) -> str:
     kept = [part for name, part in each if not (_SIGNING.fullmatch(name) or (sas and _SAS_SIGNING.fullmatch(name)))]
     rest = "&".join(kept)
     return f"{base}?{rest}" if rest else base
+
+
+def names_of(shards: Sequence[Shard]) -> list[str]:
+    """Return the URLs that identify the shards in a state, without signatures."""
+    if isinstance(shards, PlainShards):
+        return list(shards.urls)
+    return [strip_signature(each.url) if scheme_of(each.url) in _WEB else each.url for each in shards]
 
 
 async def _close(transport: Transport, failures: list[Exception]) -> None:

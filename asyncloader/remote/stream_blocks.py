@@ -23,12 +23,12 @@ from asyncloader.errors import is_about_sample
 from asyncloader.formats import Sample, ShardError
 from asyncloader.formats.rows import Rows, RowTable
 from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard
+from asyncloader.remote.index_counts import SampleOffsets
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.sample_counts import Counted
-from asyncloader.remote.sample_offsets import SampleOffsets
 from asyncloader.remote.shard_splitting import SampleEdges, SegmentRange
 from asyncloader.remote.stream_order import Block, Segment, StreamOrder
-from asyncloader.shielding import shielded, wait_until_done
+from asyncloader.shielding import retrieve_error, shielded, wait_until_done
 
 
 class TableRow(NamedTuple):
@@ -342,7 +342,7 @@ class StreamBlocks:
             return
         if self._loading is None or self._loading.done():
             self._loading = asyncio.create_task(self._load(), name="asyncloader-block")
-            self._loading.add_done_callback(_retrieve)
+            self._loading.add_done_callback(retrieve_error)
 
     def _take_some(self) -> bool:
         """Make some samples whose bytes have arrived: a task for a few of them would cost as much as they do."""
@@ -403,9 +403,3 @@ class StreamBlocks:
         self._read.clear()
         if segments is not None:
             await segments.aclose()
-
-
-def _retrieve(loading: asyncio.Task[None]) -> None:
-    """Mark the error as retrieved, so that asyncio does not log it: a block that is asked for raises it."""
-    if not loading.cancelled():
-        loading.exception()

@@ -250,7 +250,7 @@ class PositionSource(AsyncIndexSource):
             async with ranks.planning():
                 if not ranks.done:
                     await ranks.compare(self._order(position))
-                    await dataset.plan_together(self.batch, ranks)
+                    await dataset.plan_streams(self.batch, ranks)
                     ranks.done = True
         await dataset.plan_streams(self.batch)
 

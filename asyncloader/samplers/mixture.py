@@ -1,12 +1,17 @@
-"""Mixes several datasets in given proportions, by a sampler.
+"""The samplers of mixtures: of torch's ConcatDataset, and of a planned `Mixture`.
 
-Data path: [mixture] -> scheduler -> pool -> worker. It yields indices of torch's ConcatDataset of the datasets.
+Data path: mixture_order -> [mixture] -> scheduler; of a `Mixture` over position_source.
+
+`MixtureSampler` yields indices of a ConcatDataset. `MixedPositions` is the order of a `Mixture`, by the epoch and its
+weights: the main process computes it, and a worker gets the source of each sample, the pass over the source, and the
+place in it. So new weights need no message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from fractions import Fraction
+from functools import partial
 from itertools import accumulate
 from operator import index
 from typing import Any
@@ -14,11 +19,20 @@ from typing import Any
 import numpy as np
 from torch.utils.data import ConcatDataset, Sampler
 
+from asyncloader.errors import StateError
 from asyncloader.samplers.argument_checks import checksum
-from asyncloader.samplers.interleave import whole_weights
-from asyncloader.samplers.mixture_order import CHOICES, EpochMixture, MixtureOrder, OnExhausted, SourceOrder
+from asyncloader.samplers.interleave import LARGEST, whole_weights
+from asyncloader.samplers.mixture_order import EpochMixture, MixtureOrder, OnExhausted, check_mixture, passes_of
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.positions import PlannedDataset, Positions
 from asyncloader.samplers.surviving import Blocks
+
+Place = tuple[int, int, int]
+"""A sample: number of the source, of the pass over it, and the place in the pass. A map dataset's place is its index;
+its pass is 0."""
+
+Change = tuple[int, Sequence[int]]
+"""An epoch, and the whole weights of the sources from there on."""
 
 
 class MixtureSampler(Sampler[int]):
@@ -63,25 +77,19 @@ class MixtureSampler(Sampler[int]):
         shuffle: bool = True,
     ) -> None:
         Permutation(0, seed)  # checks the seed
-        if on_exhausted not in CHOICES:
-            raise ValueError(f"on_exhausted should be one of {CHOICES}, but got on_exhausted={on_exhausted!r}")
         ends = datasets.cumulative_sizes if isinstance(datasets, ConcatDataset) else [*accumulate(map(len, datasets))]
         self._offsets = [0, *ends][: len(ends)]
         self._sizes = [end - start for start, end in zip(self._offsets, ends, strict=True)]
         if len(weights) != len(self._sizes):
             raise ValueError(f"there should be one weight a dataset, but got {len(weights)} for {len(self._sizes)}")
         whole = whole_weights(weights)
-        if num_samples is not None and on_exhausted != "repeat":
-            raise ValueError(f'num_samples={num_samples} needs on_exhausted="repeat", but got {on_exhausted!r}')
-        if num_samples is not None and num_samples < 0:
-            raise ValueError(f"num_samples should be 0 or more, but got num_samples={num_samples}")
+        number = check_mixture(on_exhausted, num_samples)
         self.seed = index(seed)
         self.on_exhausted = on_exhausted
         self.shuffle = shuffle
         self.epoch = 0
         self._weights = whole
-        number = None if num_samples is None else index(num_samples)
-        self._order = MixtureOrder(self._sizes, [(0, whole)], on_exhausted, number)
+        self._order = MixtureOrder(self._sizes, [(0, whole)], on_exhausted, number, self.seed if shuffle else None)
 
     @property
     def order_arguments(self) -> dict[str, Any]:
@@ -125,16 +133,14 @@ class MixtureSampler(Sampler[int]):
         mixed = self._order.epoch(self.epoch)
         if not 0 <= start <= mixed.size:
             raise ValueError(f"start should be between 0 and {mixed.size}, but got start={start}")
-        seed = self.seed if self.shuffle else None
-        orders = [SourceOrder(source, size, seed) for source, size in enumerate(self._sizes)]
-        return Blocks(lambda position: self._block(position, mixed, orders), index(start))
+        return Blocks(partial(self._block, mixed), index(start))
 
-    def _block(self, position: int, mixed: EpochMixture, orders: list[SourceOrder]) -> list[int]:
+    def _block(self, mixed: EpochMixture, position: int) -> list[int]:
         """Return the next indices of the epoch from this position on; an empty list at the end."""
         size, parts = mixed.block(position)
         indices = np.empty(size, np.int64)
         for source, first, offsets in parts:
-            indices[offsets] = self._offsets[source] + orders[source].take(first, len(offsets))
+            indices[offsets] = self._offsets[source] + self._order.take(source, first, len(offsets))
         found: list[int] = indices.tolist()
         return found
 
@@ -144,3 +150,161 @@ class MixtureSampler(Sampler[int]):
             f"<MixtureSampler of {self._sizes} as {shares}, seed={self.seed}, epoch={self.epoch}, "
             f"on_exhausted={self.on_exhausted!r}, {len(self)} samples>"
         )
+
+
+class MixedPositions(Positions):
+    """The sampler of a planned mixture.
+
+    Args:
+        dataset: the mixture, as the loader reads it.
+        weights: whole weights of the sources, with the epochs from which they hold.
+        whole: returns checked weights as whole numbers of samples.
+        order: returns the order with these weights, once the dataset is planned.
+        streams: of each source, whether it is a stream.
+    """
+
+    def __init__(
+        self,
+        dataset: PlannedDataset,
+        weights: Sequence[Change],
+        whole: Callable[[Sequence[float | Fraction]], list[int]],
+        order: Callable[[Sequence[Change]], MixtureOrder],
+        streams: Sequence[bool],
+    ) -> None:
+        super().__init__(dataset)
+        self._weights, self._whole, self._order, self._streams = weights, whole, order, streams
+        self._begun: int | None = None  # the epoch that began last
+        # By `feedback`; replaced, not changed: another thread reads it.
+        self._changes: list[Change] = []
+        self._since: list[Change] = []  # of these, those since a state was loaded: they come after the state's
+
+    def feedback(self, weights: Sequence[float | Fraction]) -> None:
+        """Mix the epochs that have not begun with these weights. Every rank must give the same weights in the same
+        epoch. A state that is loaded afterwards replaces them when the next iterator begins to read.
+
+        Raises:
+            ValueError: their number differs from that of the sources, they are out of range, or a source that they
+                give a weight is empty.
+        """
+        whole = self._whole(weights)
+        if self.dataset.samples is not None:  # otherwise the first epoch finds the empty sources
+            self._order([(0, whole)])
+        # After an epoch's last batch, the loader has set the following epoch, which has not begun.
+        change = self.epoch + (self._begun == self.epoch), whole
+        self._changes, self._since = _changed(self._changes, change), _changed(self._since, change)
+
+    @property
+    def changed(self) -> bool:
+        """Whether `feedback` has given weights."""
+        return bool(self._changes)
+
+    def __len__(self) -> int:
+        """Number of samples in the present epoch. TypeError: it is not known yet."""
+        super().__len__()
+        return self._mixture().epoch(self.epoch).size
+
+    def begin(self, epoch: int) -> None:
+        """Note that an epoch begins, whose weights are fixed from now on."""
+        self._begun = epoch
+
+    def loaded(self, begun: int | None) -> None:
+        """Let the weights that `feedback` gives from now on follow those of the state. See `Positions.loaded`."""
+        self._begun, self._since = begun, []
+
+    def resumed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state with the weights that `feedback` gave since; a broken state as it is."""
+        changes = state.get("feedback")
+        number = len(self._weights[0][1])
+        if not isinstance(changes, list) or not all(_is_change(each, number) for each in changes):
+            return state
+        for change in self._since:
+            changes = _changed(changes, change)
+        return state | {"feedback": [*map(list, changes)]}
+
+    def sampler(self, epoch: int) -> EpochPlaces:
+        """Return an epoch's order."""
+        return EpochPlaces(self._mixture(), epoch, self._streams)
+
+    def _mixture(self) -> MixtureOrder:
+        # A change stands until a later one, or until the epoch of later weights that the mixture was made with.
+        return self._order(sorted((dict(self._weights) | dict(self._changes)).items()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the order depends on, and the weights that `feedback` gave."""
+        return {**super().state_dict(), "feedback": [[epoch, [*weights]] for epoch, weights in self._changes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Check that the order of a saved state is this one, and take its weights.
+
+        Raises:
+            StateError: it is not, or the state is broken.
+        """
+        super().load_state_dict(state)
+        followed = self.resumed(state)
+        if followed is state:
+            raise StateError("the state is broken: its weights cannot be read")
+        self._changes = [(epoch, [*weights]) for epoch, weights in followed["feedback"]]
+
+    def follow(self, state: dict[str, Any]) -> None:
+        """Go on after the epoch of a state. Errors as `load_state_dict`."""
+        self.load_state_dict(state)
+
+
+def _changed(changes: Sequence[Change], change: Change) -> list[Change]:
+    """Return the changes with a later change, which replaces those of its epoch and of the epochs after it."""
+    return [each for each in changes if each[0] < change[0]] + [change]
+
+
+def _is_change(value: Any, number: int) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    epoch, weights = value
+    return (
+        type(epoch) is int
+        and 0 <= epoch < 1 << 64
+        and isinstance(weights, list | tuple)
+        and len(weights) == number
+        and all(type(weight) is int and weight >= 0 for weight in weights)
+        and 0 < sum(weights) <= LARGEST
+    )
+
+
+class EpochPlaces:
+    """The samples of one epoch, as a sampler that begins anywhere.
+
+    Args:
+        order: of the mixture.
+        epoch: its number.
+        streams: of each source, whether it is a stream: its samples keep their order, and each pass has a number.
+    """
+
+    def __init__(self, order: MixtureOrder, epoch: int, streams: Sequence[bool]) -> None:
+        self._order = order
+        self._mixed = order.epoch(epoch)
+        self._streams = streams
+
+    def __len__(self) -> int:
+        return self._mixed.size
+
+    def __iter__(self) -> Iterator[Place]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[Place]:
+        """Return the places from position `start` on, without computing the positions before it."""
+        return Blocks(self._block, start)
+
+    def _block(self, position: int) -> list[Place]:
+        size, parts = self._mixed.block(position)
+        places: list[Any] = [None] * size
+        for source, first, offsets in parts:
+            if self._streams[source]:
+                found = [
+                    (source, passes, place)
+                    for passes, part in passes_of(self._order.sizes[source], first, len(offsets))
+                    for place in part.tolist()
+                ]
+            else:
+                found = [(source, 0, each) for each in self._order.take(source, first, len(offsets)).tolist()]
+            for offset, each in zip(offsets.tolist(), found, strict=True):
+                places[offset] = each
+        return places

@@ -1,6 +1,6 @@
 """Says which sample of which source is at each position of a mixture's epochs. Pure.
 
-Data path: interleave -> [mixture_order] -> mixture, mixed_positions.
+Data path: interleave -> [mixture_order] -> mixture.
 
 The weights may change at the beginning of an epoch. Between two changes all epochs are mixed in the same way, so the
 samples of each source before an epoch are found without the epochs before it, in the time that the changes take.
@@ -12,13 +12,12 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from operator import index
+from typing import Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
-from asyncloader.samplers.interleave import Interleave
+from asyncloader.samplers.interleave import Interleave, Offsets
 from asyncloader.samplers.permutation import Permutation
 
 OnExhausted: TypeAlias = Literal["repeat", "stop", "drop"]
@@ -28,18 +27,22 @@ BLOCK = 4096
 """Positions computed at a time."""
 
 
-class MixedBlock(NamedTuple):
-    """The samples of one source among consecutive positions.
+def check_mixture(on_exhausted: str, num_samples: int | None) -> int | None:
+    """Check arguments of a mixture, and return its number of samples.
 
-    Attributes:
-        source: its number.
-        first: how many of its samples came before, in all epochs and passes.
-        offsets: of its samples among the positions, ascending.
+    Raises:
+        ValueError: one is out of range, or they do not go together.
+        TypeError: `num_samples` is no integer.
     """
-
-    source: int
-    first: int
-    offsets: npt.NDArray[np.int64]
+    if on_exhausted not in CHOICES:
+        raise ValueError(f"on_exhausted should be one of {CHOICES}, but got on_exhausted={on_exhausted!r}")
+    if num_samples is None:
+        return None
+    if on_exhausted != "repeat":
+        raise ValueError(f'num_samples={num_samples} needs on_exhausted="repeat", but got {on_exhausted!r}')
+    if num_samples < 0:
+        raise ValueError(f"num_samples should be 0 or more, but got num_samples={num_samples}")
+    return index(num_samples)
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,10 @@ class EpochMixture:
     _before: list[int]
     """Samples of each source before the epoch; for ``"repeat"``, before its interleaving began."""
 
-    def block(self, position: int) -> tuple[int, Iterator[MixedBlock]]:
-        """Return the number of positions, `BLOCK` at most, that follow `position` and are mixed alike; and their
-        samples. 0 at the end.
+    def block(self, position: int) -> tuple[int, Iterator[tuple[int, int, Offsets]]]:
+        """Return the number of positions, `BLOCK` at most, that follow `position` and are mixed alike, 0 at the end;
+        and their sources, each with the number of its samples that came before, in all epochs and passes, and with the
+        offsets of its samples among the positions, ascending.
         """
         if position >= self.size:
             return 0, iter(())
@@ -80,7 +84,7 @@ class EpochMixture:
         phase = self._phases[number]
         size = min(BLOCK, starts[number + 1] - position)
         return size, (
-            MixedBlock(source, self._before[source] + phase.used[source] + came, offsets)
+            (source, self._before[source] + phase.used[source] + came, offsets)
             for source, came, offsets in phase.interleave.block(self._begun + position - phase.start, size)
         )
 
@@ -105,6 +109,7 @@ class MixtureOrder:
         weights: of each source, whole numbers; with the epoch from which they hold, in ascending order from epoch 0 on.
         on_exhausted: see `MixtureSampler`.
         num_samples: samples of an epoch of ``"repeat"``; None: those of the sources that have a weight.
+        seed: of the order of each source; None: none is shuffled.
 
     Raises:
         ValueError: a source that has a weight is empty, unless `on_exhausted` is ``"drop"``.
@@ -116,7 +121,10 @@ class MixtureOrder:
         weights: Sequence[tuple[int, Sequence[int]]],
         on_exhausted: OnExhausted,
         num_samples: int | None,
+        seed: int | None = None,
     ) -> None:
+        self.sizes = sizes
+        self._keys = None if seed is None else [_key(seed, source) for source in range(len(sizes))]
         self._repeats = on_exhausted == "repeat"
         self._stretches: list[_Stretch] = []
         for first, present in weights:
@@ -143,6 +151,18 @@ class MixtureOrder:
         before = stretch.before if self._repeats else self._used(number)
         return EpochMixture(stretch.size, stretch.each, stretch.phases, begun, before)
 
+    def take(self, source: int, first: int, number: int) -> Offsets:
+        """Return the places of `number` samples of a source, after its first `first` samples: pass after pass over it,
+        each shuffled again.
+        """
+        size, keys = self.sizes[source], self._keys
+        return np.concatenate(
+            [
+                part if keys is None or size == 1 else Permutation(size, keys[source], passes % 2**64)(part)
+                for passes, part in passes_of(size, first, number)
+            ]
+        )
+
     def _stretch(self, epoch: int) -> _Stretch:
         return self._stretches[bisect_right(self._stretches, epoch, key=lambda stretch: stretch.first) - 1]
 
@@ -155,6 +175,11 @@ class MixtureOrder:
         else:
             used = [epochs * each for each in stretch.each]
         return [before + more for before, more in zip(stretch.before, used, strict=True)]
+
+
+def _key(seed: int, source: int) -> int:
+    key = seed.to_bytes(8, "little") + source.to_bytes(8, "little")
+    return int.from_bytes(hashlib.shake_256(b"asyncloader mixture" + key).digest(8), "little")
 
 
 def _phases(sizes: Sequence[int], weights: Sequence[int], *, stop: bool) -> tuple[list[_Phase], list[int]]:
@@ -174,39 +199,7 @@ def _phases(sizes: Sequence[int], weights: Sequence[int], *, stop: bool) -> tupl
         used = [gone + count for gone, count in zip(used, counts, strict=True)]
 
 
-class SourceOrder:
-    """The endless order of one source: pass after pass over it, each shuffled again.
-
-    Args:
-        source: its number.
-        size: its samples.
-        seed: None: not shuffled.
-    """
-
-    def __init__(self, source: int, size: int, seed: int | None) -> None:
-        self._source = source
-        self._size = size
-        self._seed = seed
-
-    def take(self, first: int, number: int) -> npt.NDArray[np.int64]:
-        """Return `number` of the source's samples, after its first `first` samples."""
-        parts = [
-            part if self._seed is None or self._size == 1 else self._permutation(passes)(part)
-            for passes, part in passes_of(self._size, first, number)
-        ]
-        return np.concatenate(parts)
-
-    def _permutation(self, passes: int) -> Permutation:
-        return Permutation(self._size, self._key, passes % 2**64)
-
-    @cached_property
-    def _key(self) -> int:
-        assert self._seed is not None
-        key = self._seed.to_bytes(8, "little") + self._source.to_bytes(8, "little")
-        return int.from_bytes(hashlib.shake_256(b"asyncloader mixture" + key).digest(8), "little")
-
-
-def passes_of(size: int, first: int, number: int) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+def passes_of(size: int, first: int, number: int) -> Iterator[tuple[int, Offsets]]:
     """Yield the passes over a source of this size that `number` samples after its first `first` are of, and their
     places in each pass.
     """

@@ -33,12 +33,10 @@ class PlannedDataset(Protocol):
         """The loader's."""
         ...
 
-    async def plan_streams(self, batch: int) -> None:
-        """Find out the number, for global batches of this size."""
-        ...
-
-    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
-        """Do so together with the other ranks, each of which calls this within `RankExchange.planning`."""
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Find out the number, for global batches of this size; with `ranks`, together with the other ranks, each of
+        which calls this within `RankExchange.planning`.
+        """
         ...
 
     def described(self) -> dict[str, Any]:

@@ -252,7 +252,8 @@ class StateKeeper:
             if steps is not None:
                 steps = max(0, steps - first_step)  # the ranks count the batches of their iterators, not of the epoch
         advice = _SHARED if assigned else _NUMBERED
-        agreement = Agreement(self._group, steps, uneven_is_error=config.on_uneven == "error", advice=advice)
+        is_error = config.on_uneven == "error"
+        agreement = Agreement(self._group, steps, uneven_is_error=is_error, advice=advice, lists=assigned)
         if not assigned:
             streams = config.loader_streams or max(1, config.num_workers)
             agreement.reads = f"{streams} streams" if streams > 1 else "1 stream"

@@ -2,8 +2,8 @@
 
 Data path: statistics -> [rank_waits] -> ranks.watch -> explain, log.
 
-Each rank measures itself (`WaitWindow`): the share of the last 15 to 30 seconds that its consumer waited, quantiles of
-these waits, and the stage that took most of that time. `compare` puts the ranks in the order of their shares.
+Each rank measures itself (`WaitWindow`): the share of the last 15 to 30 seconds that its consumer waited, and the stage
+that took most of that time. `compare` puts the ranks in the order of their shares.
 Those above the first clear gap starve: a rank behind the gap waits at least twice as long as the rank before it, and
 at least 5 % of the time longer. If the shares have no such gap, no rank stands out.
 """
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -32,11 +32,9 @@ _TRANSFER_S = 1e-3  # above it this process did not take note of finished batche
 _TRANSFER_SHARE = 0.3
 
 _MOST_HOST = 64  # characters
-_MOST_WORKERS = 16
-_MOST_BYTES = 1 << 13
+_MOST_BYTES = 1 << 10
 _MOST_RUNS = 8  # runs of ranks in a sentence
 _MOST_HOSTS = 3
-_MOST_DETAILS = 4  # ranks whose quantiles are shown
 
 _MAKING: tuple[Stage, ...] = ("snapshot", "fetch", "decode", "collate", "write")
 _PASSING: tuple[Stage, ...] = ("sampler", "pin", "h2d")
@@ -54,27 +52,23 @@ _REASONS: dict[Stage, str] = {
 }
 """The stages that `WaitWindow` names, as the end of "waits for"."""
 
-Quantiles = tuple[float, float, float]
-
 
 class RankWait(NamedTuple):
     """How one rank waited for batches lately.
 
     Attributes:
         host: name of its machine.
-        batches: that it got in this time.
+        batches: that it has got so far.
         share: of the time that its consumer waited, from 0 to 1.
-        waits: median, 95th and 99th percentile of its waits, in seconds.
         stage: that took most of the time, and so is the reason.
-        workers: the same quantiles of that stage by worker, of the 16 slowest; empty without workers.
+        workers: their number.
     """
 
     host: str
     batches: int
     share: float
-    waits: Quantiles
     stage: Stage
-    workers: Mapping[int, Quantiles]
+    workers: int
 
 
 class Comparison(NamedTuple):
@@ -121,19 +115,8 @@ class WaitWindow:
         if passed < _LEAST_S or got < _LEAST_BATCHES:
             return None
         since = {worker: block - first.blocks.get(worker, 0.0) for worker, block in blocks.items()}
-        stage = _busiest(since, passed)
-        of_workers = {
-            worker: tuple(stage_times(block.tolist(), stage)[2:]) for worker, block in since.items() if worker >= 0
-        }
-        slowest = sorted(of_workers, key=lambda worker: of_workers[worker][1], reverse=True)[:_MOST_WORKERS]
-        return RankWait(
-            host[:_MOST_HOST],
-            got,
-            min(1.0, max(0.0, (wait_s - first.wait_s) / passed)),
-            cast("Quantiles", tuple(stage_times(since[-1].tolist(), "wait")[2:])),
-            stage,
-            {worker: cast("Quantiles", of_workers[worker]) for worker in sorted(slowest)},
-        )
+        share = min(1.0, max(0.0, (wait_s - first.wait_s) / passed))
+        return RankWait(host[:_MOST_HOST], batches, share, _busiest(since, passed), len(blocks) - 1)
 
 
 def _busiest(blocks: Mapping[int, Block], seconds: float) -> Stage:
@@ -162,12 +145,7 @@ def _busiest(blocks: Mapping[int, Block], seconds: float) -> Stage:
 
 def pack(wait: RankWait) -> str:
     """Return a rank's figures as JSON."""
-    workers = {str(worker): _rounded(times) for worker, times in wait.workers.items()}
-    return json.dumps([wait.host, wait.batches, round(wait.share, 4), _rounded(wait.waits), wait.stage, workers])
-
-
-def _rounded(seconds: Iterable[float]) -> list[float]:
-    return [float(f"{each:.3g}") for each in seconds]
+    return json.dumps(wait._replace(share=round(wait.share, 4)))
 
 
 def unpack(data: bytes) -> RankWait | None:
@@ -175,22 +153,12 @@ def unpack(data: bytes) -> RankWait | None:
     if not 0 < len(data) <= _MOST_BYTES:
         return None
     try:
-        host, batches, share, waits, stage, workers = json.loads(data)
-        found = {int(worker): _quantiles(times) for worker, times in workers.items()}
-        if not (isinstance(host, str) and len(host) <= _MOST_HOST and host.isprintable() and stage in _REASONS):
-            return None
-        if not (isinstance(batches, int) and 0.0 <= share <= 1.0 and len(found) <= _MOST_WORKERS):
-            return None
-        return RankWait(host, batches, float(share), _quantiles(waits), stage, found)
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
+        found = RankWait(*json.loads(data))
+        right = len(found.host) <= _MOST_HOST and found.host.isprintable() and found.stage in _REASONS
+        numbers = 0.0 <= found.share <= 1.0 and type(found.batches) is int and type(found.workers) is int
+    except (ValueError, TypeError, AttributeError, RecursionError):
         return None
-
-
-def _quantiles(times: Any) -> Quantiles:
-    p50, p95, p99 = map(float, times)
-    if not all(0.0 <= each < 1e9 for each in (p50, p95, p99)):
-        raise ValueError("times that cannot be")
-    return p50, p95, p99
+    return found if right and numbers else None
 
 
 # --------------------------------------------------------------------------------------------------------- in words
@@ -232,21 +200,6 @@ def compare(waits: Mapping[int, RankWait]) -> Comparison:
     rest = "the other" if len(others) == 1 else "the others"
     parts.append(f"{rest} {_percent([waits[rank].share for rank in others])}")
     return Comparison("; ".join(parts), tuple((rank, waits[rank].stage) for rank in starving))
-
-
-def details(waits: Mapping[int, RankWait], ranks: Sequence[int]) -> list[str]:
-    """Return a line for each of these ranks, 4 at most: the quantiles of its waits, and of its workers' stage."""
-    lines = []
-    for rank in sorted(ranks, key=lambda rank: -waits[rank].share)[:_MOST_DETAILS]:
-        wait = waits[rank]
-        workers = "".join(f"; worker {worker} {_times(times)}" for worker, times in wait.workers.items())
-        stage = f"; its stage {wait.stage}{workers.replace(';', ':', 1).replace(';', ',')}" if workers else ""
-        lines.append(f"rank {rank}, {wait.batches} batches: waits {_times(wait.waits)} (p50 / p95 / p99){stage}")
-    return lines
-
-
-def _times(seconds: Quantiles) -> str:
-    return " / ".join(f"{each * 1e3:.3g}" for each in seconds) + " ms"
 
 
 def _reason(wait: RankWait) -> str:

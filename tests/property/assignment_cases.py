@@ -8,11 +8,10 @@ from typing import Any
 
 from asyncloader import RemoteIterableDataset
 from asyncloader.formats import Located, OnBad, ShardError, ShardFormat
-from asyncloader.remote.assignment import Assignment
 from asyncloader.remote.catalog import Shard
-from asyncloader.remote.pins import Pins
 from asyncloader.remote.prefetch import AnyRange
-from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.reading import Pins
+from asyncloader.remote.shard_splitting import Assignment, CatalogRange
 
 
 @dataclass(frozen=True)

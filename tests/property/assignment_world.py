@@ -38,7 +38,7 @@ from asyncloader.events import (
 from asyncloader.formats import ShardError
 from asyncloader.remote.assignment import Reply
 from asyncloader.remote.assignment_state import EpochAssignment, stream_key
-from asyncloader.remote.rank_shares import EpochPlan, EpochShares
+from asyncloader.remote.shard_splitting import EpochPlan, EpochShares
 from asyncloader.state.epoch_counter import EpochClock
 from asyncloader.state.progress import Progress
 from asyncloader.state.schema import check_state

@@ -15,8 +15,7 @@ from asyncloader.formats.arrow_chunk import dump_rows
 from asyncloader.formats.compressed import Compression, decoder
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.parquet_reading import Ranges, read_footer
-from asyncloader.remote.pins import Pins
-from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.reading import Pins, read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectInfo

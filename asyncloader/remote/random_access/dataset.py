@@ -26,14 +26,13 @@ from torch.utils.data import Dataset
 from asyncloader.bridge import in_thread, run_in_thread
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import MAX_SAMPLE_BYTES, Sample, ShardFormat
+from asyncloader.remote.catalog import file_names
 from asyncloader.remote.discovery import find_shards
 from asyncloader.remote.random_access.host_files import HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, index_all
 from asyncloader.remote.random_access.shard_reader import THREADS, ShardsReader
 from asyncloader.remote.reading import READ_AHEAD
-from asyncloader.remote.shard_list import file_names
-from asyncloader.remote.shared_listing import SharedListing, names_of
-from asyncloader.remote.stores import LoopStores, Stores
+from asyncloader.remote.stores import LoopStores, Stores, names_of
 from asyncloader.sizes import Size, optional_size, size
 from asyncloader.transports import Transport
 from asyncloader.transports.blocking import BlockingPool
@@ -121,7 +120,6 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
         place = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._files = HostFiles(place, optional_size("cache_bytes", cache_bytes))
         self._open_files = OpenFiles()
-        self._listing = SharedListing()
         self._catalog: SampleCatalog | None = None
         self._forget()
 
@@ -171,7 +169,6 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
         Raises:
             ShardError: an index beside a shard does not fit it; or a shard has another size than its listing says.
             TransportError: the store cannot be read, for a reason that may pass.
-            RanksDisagree: the rank that lists the shards for all could not.
             ImportError: a format needs a package that is not installed.
             ValueError: no shard was found, or a URL has no known extension.
         """
@@ -179,7 +176,7 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
             return
         stores, pool = self._stores.template.for_another_loop(), BlockingPool("indexes", THREADS)
         async with aclosing(stores), aclosing(pool):
-            shards = await self._listing.find(self.urls, stores, self.format)
+            shards = await find_shards(self.urls, stores, self.format)
             await in_thread(self._files.prepare)
             indexer = Indexer(
                 stores, self._files, pool, max_sample_bytes=self.max_sample_bytes, read_ahead=self.read_ahead

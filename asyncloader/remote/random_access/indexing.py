@@ -22,9 +22,8 @@ from asyncloader.formats import CompressedReader, JsonlReader, Located, ShardErr
 from asyncloader.formats.compressed import decoder
 from asyncloader.formats.jsonl import BOM
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.pins import Pins
 from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
-from asyncloader.remote.reading import MakeReader, check_size, read_shard_range
+from asyncloader.remote.reading import MakeReader, Pins, check_size, read_shard_range
 from asyncloader.remote.sample_index import (
     MAX_INDEX_BYTES,
     SampleIndex,

@@ -24,8 +24,9 @@ from asyncloader.service.pickled import PickledDefinition, pickle_definition
 from asyncloader.workers.source import THREADS
 
 if TYPE_CHECKING:
+    from asyncloader.ranks.agreement import Agreement
     from asyncloader.ranks.exchange import RankExchange
-    from asyncloader.remote.rank_shares import EpochPlan
+    from asyncloader.remote.shard_splitting import EpochPlan
     from asyncloader.service.protocol.records import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
 
@@ -174,6 +175,12 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
             )
         return self
 
+    async def list_together(self, agreement: Agreement) -> None:
+        """Take part in what ranks do before their first plan. The nodes list the shards."""
+        from asyncloader.ranks.exchange import in_daemon
+
+        await in_daemon(agreement.share_list)
+
     async def plan(self, workers: int, rank: int, ranks: int, key: int | None, *, common: bool = True) -> EpochPlan:
         """Have a node plan the epoch. See `RemoteIterableDataset.plan`.
 
@@ -181,9 +188,7 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
             ServiceUnavailable: no node could be reached in time.
             ValueError: a node sent an invalid plan.
         """
-        from asyncloader.remote.assignment_state import is_catalog_range
-        from asyncloader.remote.rank_shares import EpochPlan, EpochShares
-        from asyncloader.remote.shard_splitting import CatalogRange
+        from asyncloader.remote.shard_splitting import CatalogRange, EpochPlan, EpochShares, is_catalog_range
         from asyncloader.service.client.connect import ask_plan
         from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
 
@@ -262,12 +267,26 @@ class _FixedStreams(RemoteDataset, Dataset[Any]):
             "shards": self._planned[0][0].fingerprint if self._planned else None,
         }
 
-    async def plan_streams(self, batch: int) -> None:
-        """Have a node count the samples. See `FixedStreams.plan_streams`.
+    async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
+        """Have a node count the samples, and compare them with those of the other ranks' nodes. See
+        `FixedStreams.plan_streams`.
 
         Raises:
             ServiceUnavailable: no node could be reached in time.
         """
+        error: Exception | None = None
+        try:
+            await self._plan(batch)
+        except Exception as failed:
+            if ranks is None:
+                raise
+            error = failed
+        if ranks is not None:
+            await ranks.check(error)
+            catalog, samples = self._planned[0]
+            await ranks.compare({"samples": samples, "digest of the shards": catalog.fingerprint})
+
+    async def _plan(self, batch: int) -> None:
         from asyncloader.service.client.connect import ask_plan
         from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
 
@@ -283,19 +302,6 @@ class _FixedStreams(RemoteDataset, Dataset[Any]):
             self._planned[:] = [(Catalog(1, 1, plan.fingerprint, batch), plan.samples)]
         catalog, samples = self._planned[0]
         self._planned[:] = [(catalog._replace(batch=batch), samples)]
-
-    async def plan_together(self, batch: int, ranks: RankExchange) -> None:
-        """Have a node count the samples, and compare them with those of the other ranks' nodes. As
-        `FixedStreams.plan_together`.
-        """
-        error: Exception | None = None
-        try:
-            await self.plan_streams(batch)
-        except Exception as failed:
-            error = failed
-        await ranks.check(error)
-        catalog, samples = self._planned[0]
-        await ranks.compare({"samples": samples, "digest of the shards": catalog.fingerprint})
 
 
 # A loader decides by the type and the methods of its dataset, as torch's does, so each kind has a class.

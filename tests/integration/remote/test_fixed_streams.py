@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,9 @@ def expected(folder: Path) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     ("workers", "way"),
     [
-        (0, "asyncio"),
         (0, "uvloop"),
         (1, "forkserver"),
-        (2, "spawn"),
         (3, "fork"),
-        (5, "threads"),
         (2, "threads, asyncio"),
         (2, "persistent"),
         (11, "threads"),
@@ -288,13 +285,6 @@ def test_length(folder: Path) -> None:
         assert len(loader) == len(list(loader)) == TOTAL // GLOBAL
 
 
-def test_single_samples(shards: Path) -> None:
-    """Without batches every step is a sample."""
-    dataset = RemoteIterableDataset(f"{shards}/", streams=4)
-    with DataLoader[Any](dataset, batch_size=None, seed=3, decode=fields_of, num_workers=1) as loader:
-        assert sorted(number for number, _ in loader) == [*range(TOTAL)]
-
-
 def changed(state: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return state | {"sampler": state["sampler"] | {"sampler": state["sampler"]["sampler"] | fields}}
 
@@ -391,18 +381,6 @@ def test_a_store_that_is_away(shards: Path) -> None:
     with make() as loader:
         loader.load_state_dict(state)
         assert found + numbers(list(loader)) == whole
-
-
-@pytest.fixture
-def leaving(shards: Path) -> Iterator[Any]:
-    with loader_of(shards, num_workers=0) as loader:
-        yield loader
-
-
-def test_left_early(leaving: Any) -> None:
-    """An iterator that is dropped leaves no reader behind; the next begins the epoch anew."""
-    first = [next(iter(leaving)) for _ in range(3)]
-    assert numbers(first)[0] == numbers(first)[1] == numbers(first)[2]
 
 
 @pytest.mark.parametrize("mixed", [False, True])

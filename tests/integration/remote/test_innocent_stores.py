@@ -17,8 +17,7 @@ from aiohttp import web
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import Located
-from asyncloader.remote.pins import Pins
-from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.reading import Pins, read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import (

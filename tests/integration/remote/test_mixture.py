@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from fractions import Fraction
@@ -191,18 +189,6 @@ def test_awaited(folder: Path, loop: str) -> None:
     assert run_async(run(), loop) == expected_of(folder, names, "repeat")
 
 
-@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
-def test_a_worker_that_is_killed(folder: Path) -> None:
-    """Its replacement goes on with its streams."""
-    names = COMBINATIONS["map+stream"]
-    whole = expected_of(folder, names, "repeat")[0]
-    with loader_of(folder, names, num_workers=2) as loader:
-        batches = iter(loader)
-        found = [next(batches) for _ in range(2)]
-        os.kill(batches._workers[0].pid, signal.SIGKILL)
-        assert [batch.tolist() for batch in [*found, *batches]] == whole
-
-
 def shares(epoch: list[list[int]]) -> Fraction:
     """The share of the samples of the map dataset."""
     numbers = [number % 1000 for batch in epoch for number in batch]
@@ -363,9 +349,6 @@ class Endless(IterableDataset[int]):
         ([Rows(0, 3)], [1, 2], {}, ValueError, "one weight a source, but got 2 for 1"),
         ([Rows(0, 3)], [0], {}, ValueError, "at least one weight"),
         ([Rows(0, 3)], {1: [1]}, {}, ValueError, "begin with epoch 0"),
-        ([Rows(0, 3)], [1], {"on_exhausted": "wait"}, ValueError, "should be one of"),
-        ([Rows(0, 3)], [1], {"on_exhausted": "stop", "num_samples": 3}, ValueError, "num_samples=3 needs"),
-        ([Rows(0, 3)], [1], {"num_samples": -3}, ValueError, "num_samples should be 0 or more"),
         ([Rows(0, 3)], [1], {"num_samples": 2.5}, TypeError, "as an integer"),
         ([Rows(0, 3)], [1], {"lengths": [float("nan")]}, TypeError, "but got nan"),
         ([Rows(0, 3)], [1], {"lengths": []}, ValueError, "lengths for each source"),

@@ -14,7 +14,7 @@ import pytest
 from asyncloader import ShardError
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.dataset import RemoteIterableDataset
-from asyncloader.remote.rank_shares import EpochPlan
+from asyncloader.remote.shard_splitting import EpochPlan
 from asyncloader.remote.worker_stream import LocalAssignments
 from tests.helpers.rank_group import RankGroup
 from tests.helpers.remote_folders import dataset_of, make_shards, number_of
@@ -74,18 +74,6 @@ def test_ranks_with_other_numbers_of_workers(two: RankGroup, ending: str, seed: 
         assert re.search(
             "RanksDisagree: rank 1 reads 4 shards from .* by 2 workers, but rank 0 .* by 1 worker: ", end
         ), end
-
-
-@pytest.mark.thorough
-def test_shards_that_are_cut_evenly(two: RankGroup, tmp_path: Path) -> None:
-    """One file of JSON lines, MDS or Parquet is cut for both; a known length is not taken for each rank's length."""
-    for ending in ("jsonl", "mds", "parquet"):
-        folder = tmp_path / ending
-        folder.mkdir()
-        url = make_shards(folder, (70,), ending=ending)
-        for workers in (0, 1):
-            ranks = two("shards", url, num_workers=workers)
-            check(ranks, 70, 14)
 
 
 @pytest.mark.parametrize("seed", [3, None])

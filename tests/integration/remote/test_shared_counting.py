@@ -12,12 +12,11 @@ import pytest
 
 from asyncloader import DataLoader, RemoteIterableDataset, write_shards_sync
 from asyncloader.formats import ShardError
-from asyncloader.remote.kept_counts import FOLDER
+from asyncloader.remote.sample_counts import FOLDER
 from asyncloader.remote.shard_index import ShardNames, parse_index
 from asyncloader.transports import LocalTransport
 from asyncloader.writing import write_shards
 from tests.helpers.fixed_ranks import Recording
-from tests.helpers.listing_ranks import COPIES
 from tests.helpers.rank_group import RankGroup
 from tests.helpers.remote_folders import dataset_of, flat, make_shards, number_of
 from tests.helpers.running import run_async
@@ -202,13 +201,6 @@ def test_a_rank_that_cannot_plan(two: RankGroup, five: Path, tmp_path: Path) -> 
     first, second = two("fixed", str(tmp_path), other={"folder": str(five)})
     assert first["error"].startswith("ValueError: there is no shard below")
     assert second["error"].startswith("RanksDisagree: rank 0 could not plan the epoch: ValueError: there is no shard")
-
-
-def test_what_one_rank_makes_for_all_in_a_file(two: RankGroup) -> None:
-    """These ranks find one another by a file, which holds the result, too."""
-    found = two("once", "in a file", {0: "large", 1: "large"})
-    assert found[0][0] == found[1][0]
-    assert found[0][1] + found[1][1] == (1 if COPIES else 2)
 
 
 def test_a_rank_that_is_cancelled_while_it_plans(two: RankGroup, five: Path) -> None:

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader import StateError, Stateful
-from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
-from asyncloader.remote.worker_stream import LocalAssignments
+from asyncloader import StateError
 from asyncloader.transports import ObjectNotFound
 from tests.helpers.remote_folders import ALL, SIZES, dataset_of, epochs_of, flat, make_shards, resumed, with_method
-from tests.helpers.running import BOTH, run_async
+from tests.helpers.running import BOTH
 from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -189,30 +187,3 @@ def test_a_buffer_that_cannot_be_filled_again(kind: str, workers: int, tmp_path:
         path.unlink()
     with Stepwise(kind, dataset, **options) as run, pytest.raises(ObjectNotFound):
         begin_with(run, state)
-
-
-def test_states_of_other_numbers_of_workers(tars: str) -> None:
-    """They are refused, as for any other stream."""
-    with Stepwise("sync", dataset_of(tars), batch_size=4, seed=5) as run:
-        run.begin()
-        run.take(2)
-        state = run.loader.state_dict()
-    with (
-        Stepwise("sync", dataset_of(tars), batch_size=4, seed=5, num_workers=2) as run,
-        pytest.raises(StateError, match="num_workers"),
-    ):
-        run.loader.load_state_dict(state)
-
-
-def test_a_worker_stream_is_stateful(tars: str) -> None:
-    """A worker stream implements the protocol of stateful streams."""
-    dataset = dataset_of(tars)
-
-    async def run() -> bool:
-        plan = await dataset.plan(1, 0, 1, None)
-        worker: Any = dataset.open_worker_stream(
-            LocalAssignments(ShardAssigner(AssignmentLog(plan.assignments), [StreamStart()]), 0)
-        )
-        return isinstance(worker, Stateful)
-
-    assert run_async(run())

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from asyncloader.formats import Located
-from asyncloader.remote.pins import Pins
-from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.reading import Pins, read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import CachedTransport, LocalTransport, MemoryTransport, ReadFailed, Transport

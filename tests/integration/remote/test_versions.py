@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +16,10 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.formats import Located
-from asyncloader.remote.pins import Pins
-from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.reading import Pins, read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import CachedTransport, LocalTransport, MemoryTransport, ReadFailed, Transport
+from asyncloader.transports import CachedTransport, MemoryTransport, ReadFailed
 from tests.helpers.http_store import HttpStore, serving
 from tests.unit.remote.shards import drain, jsonl, number_of, shard_of
 
@@ -141,33 +139,6 @@ async def test_no_sample_is_skipped_for_it(store: HttpStore, name: str, number: 
         versions = {number >= COUNT for batch in batches[worker :: max(workers, 1)] for number in batch}
         assert len(versions) <= 1
     assert not store.faults[name]
-
-
-def local(path: Path) -> tuple[Transport, Callable[[], object]]:
-    (path / "a.parquet").write_bytes(OLD)
-    (path / "b").write_bytes(NEW)
-    os.utime(path / "b", ns=(0, (path / "a.parquet").stat().st_mtime_ns))
-    return LocalTransport(path), lambda: (path / "b").replace(path / "a.parquet")
-
-
-def memory(path: Path) -> tuple[Transport, Callable[[], object]]:
-    transport = MemoryTransport({"a.parquet": OLD})
-    return transport, lambda: transport.put("a.parquet", NEW)
-
-
-@pytest.mark.parametrize("make", [local, memory])
-async def test_other_stores(tmp_path: Path, make: Callable[[Path], tuple[Transport, Callable[[], object]]]) -> None:
-    """A file of the same size and date is recognized by its inode."""
-    transport, exchange = make(tmp_path)
-    async with transport:
-        batches = read_shard_range(
-            Stores(transport=transport), shard_of("a.parquet", ()), CatalogRange(0), read_ahead=1
-        )
-        got = list(await anext(batches))
-        exchange()
-        with pytest.raises(ReadFailed, match="changed while it was read"):
-            await drain(batches, got)
-        assert [number_of(sample) for sample, _ in got] == list(range(len(got)))
 
 
 def evict(path: Path) -> None:

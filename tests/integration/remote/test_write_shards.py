@@ -19,7 +19,6 @@ from typing_extensions import Buffer
 
 from asyncloader import RemoteIterableDataset, ShardWriteError, WrittenShard, write_shards, write_shards_sync
 from asyncloader.transports import MemoryTransport, ObjectInfo, WriteFailed, file_writing
-from asyncloader.transports.errors import TransportError
 
 FORMATS = ["tar", "tar.gz", "tgz", "jsonl", "jsonl.zst", "tfrecord", "mds", "mds.gz", "mds.zst", "parquet"]
 NUMBER = 40
@@ -312,24 +311,6 @@ async def test_cancelled_and_failed_at_every_step_of_the_store(format: str, how:
             return
 
 
-async def test_cancelled_at_every_turn_of_the_loop(tmp_path: Path) -> None:
-    """With threads and files; what is visible is whole, and no task is left."""
-    await write_shards(samples_of("tar"), pattern(tmp_path / "whole", "tar"), **LIMIT)
-    expected = files_in(tmp_path / "whole")
-    folder = tmp_path / "a"
-    for turns in range(0, 300, 23):
-        task = asyncio.create_task(write_shards(samples_of("tar"), pattern(folder, "tar"), **LIMIT))
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        found = files_in(folder) if folder.exists() else {}
-        assert not [name for name in found if name.startswith(".")]
-        assert all(data == expected[name] for name, data in found.items() if name.startswith("train"))
-    await write_shards(samples_of("tar"), pattern(folder, "tar"), **LIMIT)
-    assert files_in(folder) == expected
-
-
 async def test_a_slow_store_holds_the_samples_back() -> None:
     """Shards are uploaded at the same time, as many as the buffer has room for, and no sample is taken beyond that."""
     taken, at_once, most = 0, 0, 0
@@ -458,15 +439,3 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_shards_sync(samples_of("tar"), pattern(tmp_path / "a", "tar"), **LIMIT)
     write_shards_sync(samples_of("tar"), pattern(tmp_path / "b", "tar"), **LIMIT)
     assert files_in(tmp_path / "a") == files_in(tmp_path / "b")
-
-
-async def test_two_writers_of_one_file(tmp_path: Path) -> None:
-    """One of them is refused, or the file is whole; never both half."""
-    outcomes = await asyncio.gather(
-        *(write_shards(samples_of("tar"), pattern(tmp_path / "a", "tar"), **LIMIT) for _ in range(3)),
-        return_exceptions=True,
-    )
-    assert all(isinstance(each, list | TransportError | FileExistsError) for each in outcomes)
-    await write_shards(samples_of("tar"), pattern(tmp_path / "b", "tar"), **LIMIT)
-    expected = files_in(tmp_path / "b")
-    assert all(data == expected[name] for name, data in files_in(tmp_path / "a").items() if name.startswith("train"))

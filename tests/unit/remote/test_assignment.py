@@ -8,7 +8,6 @@ import pytest
 
 from asyncloader.errors import StateError
 from asyncloader.remote.assignment import (
-    Assignment,
     AssignmentLog,
     AssignmentLogState,
     Reply,
@@ -17,8 +16,7 @@ from asyncloader.remote.assignment import (
     StreamStart,
 )
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key
-from asyncloader.remote.rank_shares import EpochPlan, EpochShares
-from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.shard_splitting import Assignment, CatalogRange, EpochPlan, EpochShares
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
@@ -122,7 +120,6 @@ def test_the_last_worker_keeps_what_it_has() -> None:
         ((0, 0, -1), "worker 0 asks for batch -1"),
         ((0, 0, 1 << 60), "makes its batch 0"),
         ((0, 0, 0, [(1, 2, 3, False, 5)]), "no list of ranges"),
-        ((0, 0, 0, [5]), "no list of ranges"),
         ((0, 0, 0, [("a", 0, None, False)]), "no list of ranges"),
         ((0, 0, 0, [(0, -1, None, False)]), "no list of ranges"),
     ],
@@ -256,25 +253,18 @@ def test_states_of_other_shards() -> None:
     [
         {"done": -1},
         {"done": 5},
-        {"done": "1"},
-        {"done": None},
         {"done": True},
         {"back": None},
-        {"back": 5},
         {"back": [[[0, 0, None, False, 1]]]},
         {"back": [[[4, 0, None, False]]]},
         {"back": [[[0, -1, None, False]]]},
         {"back": [[[0, 0, "1", False]]]},
         {"back": [[[0, 0, None, 0]]]},
-        {"back": [[5]]},
-        {"back": "abc"},
         {"returned": None},
         {"returned": [5]},
-        {"returned": [[[0, 0, 0]]]},
         {"returned": [[[0, 0], [[0, 0, None, False]]]]},
         {"returned": [[[0, 0, 2], [[0, 0, None, False]]]]},
         {"returned": [[[0, -1, 0], [[0, 0, None, False]]]]},
-        {"returned": [["abc", [[0, 0, None, False]]]]},
         {"returned": [[[0, "1", 0], [[0, 0, None, False]]], [[0, 1, 0], [[0, 0, None, False]]]]},
         {"returned": [[[0, 0, 1], [[4, 0, None, False]]]]},
     ],

@@ -14,7 +14,7 @@ from asyncloader.formats import ShardError, ShardFormat
 from asyncloader.remote.catalog import PARQUET, PlainFormats, format_of
 from asyncloader.remote.discovery import MAX_INDEX_BYTES, expand_urls, find_shards
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import AccessDenied, InvalidPath, MemoryTransport
+from asyncloader.transports import AccessDenied, MemoryTransport
 from tests.unit.remote.shards import mds, mds_index
 
 
@@ -192,16 +192,6 @@ async def test_an_mds_data_set_is_its_index(url: str) -> None:
     assert [shard.size for shard in shards] == [len(data) for data in SHARDS]
 
 
-async def test_an_index_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is at the root of the user's transport, or in the working directory."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "index.json").write_bytes(INDEX)
-    for stores in (Stores(transport=MemoryTransport({"index.json": INDEX})), Stores()):
-        shards = await find_shards("index.json", stores)
-        assert [shard.url for shard in shards] == ["shard.00000.mds", "shard.00001.mds"]
-        await stores.aclose()
-
-
 async def test_an_index_of_another_format_is_one_shard() -> None:
     """The other objects in its folder were not asked for."""
     stores = Stores(transport=MemoryTransport({"train/index.json": b"{}", "train/other": b""}))
@@ -250,13 +240,6 @@ async def test_an_index_that_may_not_be_read() -> None:
         assert [shard.url for shard in await find_shards("train/", stores)] == ["train/a.tar"]
         with pytest.raises(AccessDenied):
             await find_shards("train/index.json", stores)
-
-
-async def test_paths_that_no_transport_serves() -> None:
-    """A URL that is no path below the transport is the transport's error."""
-    async with MemoryTransport() as transport:
-        with pytest.raises(InvalidPath):
-            await find_shards("s3://bucket/train/", Stores(transport=transport))
 
 
 @pytest.mark.parametrize("start", ["", "data/", "s3://bucket/x=1/", "https://host/a/", "file:///a/", "S3://b/"])

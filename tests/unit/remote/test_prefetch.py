@@ -129,12 +129,6 @@ async def test_a_cancelled_close_still_closes() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
-def test_no_room_at_all_is_refused() -> None:
-    """With a limit of 0 no byte could ever be read."""
-    with pytest.raises(ValueError, match="at least 1 byte"):
-        StreamBuffer(Source([]).stream(), most=0)
-
-
 @pytest.mark.parametrize("early", [True, False])
 async def test_closed_while_another_task_reads(early: bool) -> None:
     """The end of a loop cancels the task that reads and the task that closes in the same turn: the range is closed once

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from asyncloader.formats import JsonlReader, Located, OnBad, ShardError, ShardFormat, ShardRange, ShardReader
+from asyncloader.formats import Located, OnBad, ShardError
 from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.prefetch import AnyRange, RangeReading
 from asyncloader.remote.reading import read_shard_range
@@ -227,32 +227,6 @@ async def test_bad_samples_at_the_end_are_told_of() -> None:
             found = await read_all(Stores(transport=transport), shard, on_bad=told.append)
             assert len(found) == good
             assert [error.resume for error in told] == [good + 1, good + 2, good + 3]
-
-
-async def test_an_error_of_on_bad_ends_the_range() -> None:
-    """An `on_bad` that counts bad samples can end the reading by an error."""
-    async with MemoryTransport({"a.jsonl": b"bad\n"}) as transport:
-
-        def on_bad(error: ShardError) -> None:
-            raise LookupError("too many")
-
-        with pytest.raises(LookupError, match="too many"):
-            await read_all(Stores(transport=transport), Shard("a.jsonl", format_of("a.jsonl")), on_bad=on_bad)
-
-
-async def test_a_reader_of_the_users_own() -> None:
-    """The reader is made for the URL and the part, and is driven as ours are."""
-    made: list[tuple[str, ShardRange]] = []
-
-    def make(url: str, part: ShardRange) -> ShardReader:
-        made.append((url, part))
-        return JsonlReader(url, start=part.start, stop=part.stop, sync=part.sync)
-
-    async with MemoryTransport({"a.mine": b'{"n": 0}\n{"n": 1}\n'}) as transport:
-        shard = Shard("a.mine", ShardFormat("mine", None))
-        found = await read_all(Stores(transport=transport), shard, CatalogRange(0, 3, None, True), reader=make)
-    assert [sample["n"] for sample, _ in found] == [1]
-    assert made == [("a.mine", ShardRange(3, None, sync=True))]
 
 
 async def test_a_sample_is_bounded() -> None:

@@ -115,9 +115,3 @@ def test_restored(most: int, length: int, batch: int, steps: int) -> None:
     other.blocks.restore(blocks.number, blocks.aim, blocks.given, list(blocks.block), list(blocks.filling))
     for _ in range(length + 1):
         assert other.take(batch) == source.take(batch)
-
-
-@pytest.mark.parametrize("key", [0, 1, (1 << 64) - 1])
-def test_a_block_of_one_shuffles_nothing(key: int) -> None:
-    """``shuffle_buffer=1`` keeps the order of the shards."""
-    assert everything(1, key, 30) == list(range(30))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.errors import ShardError, StateError
+from asyncloader.errors import ShardError
 from asyncloader.formats import Located, OnBad, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import Shard
@@ -132,39 +132,6 @@ async def test_bad_samples_are_raised_once_each(shuffle: int) -> None:
     await stream.aclose()
 
 
-@pytest.mark.parametrize("shuffle", [0, 5])
-async def test_cancelled_reading_loses_nothing(shuffle: int) -> None:
-    """`take` is cancelled again and again while it waits for a sample: each sample is given once."""
-    gate = asyncio.Event()
-    store = Store(5, 4, wait=gate)
-    stream = WorkerStream(store.shards, store.open, Assignments(store), shuffle)
-    got: list[int] = []
-    ended, cancelled = False, 0
-    while not ended:
-        stream.next_batch()
-        for ticks in range(7):
-            gate.clear()
-            if ticks == 6:
-                gate.set()
-            waiting = asyncio.ensure_future(stream.take(2))
-            for _ in range(ticks):
-                await asyncio.sleep(0)
-            if ticks < 6:
-                waiting.cancel()
-            await asyncio.wait([waiting])
-            if waiting.cancelled():
-                cancelled += 1
-                continue
-            try:
-                got += [sample["n"] for sample in waiting.result()]
-            except StopAsyncIteration:
-                ended = True
-            break
-    assert cancelled > 10
-    assert sorted(got) == [0, 1, 2, 3, 4, 100, 101, 102, 103]
-    await stream.aclose()
-
-
 @pytest.mark.parametrize("go_on", [True, False])
 async def test_cancelled_as_samples_arrive(*, go_on: bool) -> None:
     """At whatever step `take` is cancelled, also when a shard that was opened early has just been read: no sample is
@@ -278,22 +245,6 @@ async def test_states(shuffle: int, steps: int) -> None:
     assert second.state_dict() == state
     assert head + await rest(second) == whole
     await second.aclose()
-
-
-async def test_shards_that_are_not_what_they_were() -> None:
-    """If the ranges of the shuffle buffer hold fewer samples than when they were saved, it is a StateError."""
-    store = Store(12)
-    stream = WorkerStream(store.shards, store.open, Assignments(store), 8)
-    await batches_of(stream, 2, most=3)
-    state = stream.state_dict()
-    await stream.aclose()
-    other = Store(12, bad=(3,))
-    again = WorkerStream(other.shards, other.open, Assignments(other, state), 8)
-    again.load_state_dict(state)
-    again.next_batch()
-    with pytest.raises(StateError, match="the shards are not the same"):
-        await again.take(2)
-    await again.aclose()
 
 
 def test_merged_ranges() -> None:

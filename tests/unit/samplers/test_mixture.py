@@ -144,15 +144,6 @@ def test_order_is_a_function_of_seed_and_epoch(on_exhausted: Literal["repeat", "
     assert list(MixtureSampler([range(3000), range(2000)], [3, 1], 1, on_exhausted=on_exhausted)) == first
 
 
-def test_datasets_are_shuffled_apart() -> None:
-    """Datasets of one length have different orders, and so have the passes over one dataset."""
-    sampler = MixtureSampler([range(500), range(500)], [1, 1], seed=1)
-    one, other = by_source(sampler, epochs(sampler, 2))
-    assert one[:500] != [index - 500 for index in other[:500]]
-    assert sorted(one[:500]) == sorted(one[500:])
-    assert one[:500] != one[500:]
-
-
 def test_the_mixture_is_for_ever() -> None:
     """The order is written down here: a run resumed with a later version must go on in the same order."""
     sampler = MixtureSampler([range(6), range(3)], [2, 1], seed=3)

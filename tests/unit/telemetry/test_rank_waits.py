@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.telemetry.counters import Recorder, Stage
-from asyncloader.telemetry.rank_waits import RankWait, WaitWindow, compare, details, pack, unpack
+from asyncloader.telemetry.rank_waits import RankWait, WaitWindow, compare, pack, unpack
 
 SHARES = st.floats(0.0, 1.0)
 STAGES: list[Stage] = ["sampler", "fetch", "decode", "collate", "transfer", "h2d"]
 
 
 def wait(share: float, host: str = "a", stage: Stage = "fetch", workers: int = 2) -> RankWait:
-    return RankWait(host, 100, share, (0.001, 0.02, 0.3), stage, dict.fromkeys(range(workers), (0.1, 0.2, 0.3)))
+    return RankWait(host, 100, share, stage, workers)
 
 
 WAITS = st.dictionaries(
@@ -87,7 +87,6 @@ def test_a_gap_separates_those_that_starve(waits: dict[int, RankWait]) -> None:
     elif len(waits) > 1:
         order = sorted(outside)
         assert not any(after >= 2 * before and after - before >= 0.05 for before, after in pairwise(order))
-    assert len(details(waits, sorted(named))) == min(4, len(named))
 
 
 @given(WAITS)
@@ -117,12 +116,8 @@ def test_other_bytes_are_left_out(data: bytes) -> None:
         {"share": 1.5},
         {"share": float("nan")},
         {"stage": "rm -rf"},
-        {"waits": (0.1, 0.2)},
-        {"waits": (0.1, 0.2, float("inf"))},
-        {"waits": (0.1, 0.2, 10**400)},
         {"batches": "many"},
-        {"workers": dict.fromkeys(range(17), (0.1, 0.1, 0.1))},
-        {"workers": {0: (-1.0, 0.1, 0.1)}},
+        {"workers": None},
     ],
 )
 def test_impossible_figures_are_left_out(broken: dict[str, Any]) -> None:
@@ -131,7 +126,6 @@ def test_impossible_figures_are_left_out(broken: dict[str, Any]) -> None:
     names = list(RankWait._fields)
     for name, value in broken.items():
         good[names.index(name)] = value
-    good[-1] = {str(worker): list(times) for worker, times in good[-1].items()}
     assert unpack(json.dumps(good).encode()) is None
     assert unpack(pack(wait(0.5)).encode()) is not None
 
@@ -156,16 +150,14 @@ def test_a_window_forgets_what_was_long_ago() -> None:
     found = window.measure("h", 20.0, 18.0, 20, {-1: block(wait=waits), 0: block(**first), 1: block(fetch=[0.1])})
     assert found is not None
     assert (found.share, found.stage, found.batches, found.host) == (0.9, "fetch", 20, "h")
-    assert found.waits == pytest.approx((0.9, 0.9, 0.9), rel=0.2)
-    assert found.workers[0][0] == pytest.approx(1.0, rel=0.2)
-    assert found.workers[1][0] == pytest.approx(0.1, rel=0.2)
+    assert found.workers == 2
     later = {-1: block(wait=waits, sampler=[0.2] * 80), 0: block(**first, collate=[0.1] * 80)}
     window.measure("h", 40.0, 18.0, 100, later)
     last = {-1: block(wait=waits, sampler=[0.2] * 160), 0: block(**first, collate=[0.1] * 160)}
     found = window.measure("h", 60.0, 19.0, 180, last)
     assert found is not None
     assert found.share == pytest.approx(1 / 40)
-    assert (found.stage, found.batches) == ("sampler", 160)
+    assert (found.stage, found.batches) == ("sampler", 180)
 
 
 def test_a_window_waits_for_slow_batches() -> None:

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.errors import StateError
-from asyncloader.remote.stream_order import LANES, StreamOrder
-from asyncloader.remote.stream_rest import MOST_BEFORE, OrderBefore, order_of, read_before, rest_of
+from asyncloader.remote.stream_order import LANES, MOST_BEFORE, OrderBefore, StreamOrder, order_of, read_before, rest_of
 from tests.drawn import scaled
 from tests.unit.remote.stream_parts import parts_of
 
@@ -73,15 +72,12 @@ def test_few_stretches() -> None:
     "given",
     [
         None,
-        3,
         [3],
         [[1, 2, 3]],
         [["1", 2, 3, True, 4]],
         [[0, 2, 3, True, 4]],
         [[1, 0, 3, True, 4]],
-        [[1, 2, -3, True, 4]],
         [[1, 2, 3, 1, 4]],
-        [[1, 2, 3, True, 1 << 31]],
         [[1 << 25, 2, 3, True, 4]],
         [[1 << 20, 1 << 20, 3, True, 4]],
         [[1, 2, 3, True, 4.0]],

@@ -13,8 +13,8 @@ import pytest
 from asyncloader import DataLoader, RemoteIterableDataset
 from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import Shard
+from asyncloader.remote.index_counts import SampleOffsets
 from asyncloader.remote.sample_counts import Counted
-from asyncloader.remote.sample_offsets import SampleOffsets
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
 from asyncloader.writing import write_shards
