@@ -1,6 +1,6 @@
 """The samplers of mixtures: of torch's ConcatDataset, and of a planned `Mixture`.
 
-Data path: mixture_order -> [mixture] -> scheduler; of a `Mixture` over position_source.
+Data path: mixture_order -> [mixture] -> scheduler; of a `Mixture` over async_sampler.
 
 `MixtureSampler` yields indices of a ConcatDataset. `MixedPositions` is the order of a `Mixture`, by the epoch and its
 weights: the main process computes it, and a worker gets the source of each sample, the pass over the source, and the

@@ -1,6 +1,6 @@
 """The sampler of a dataset whose indices are positions of its own order: 0, 1, 2 and so on.
 
-Data path: [positions] -> position_source -> scheduler.
+Data path: [positions] -> async_sampler -> scheduler.
 """
 
 from __future__ import annotations
