@@ -264,9 +264,9 @@ class Pipeline(Listener):
         """Record that the worker has begun the epoch. See `Listener`."""
         if error is not None:  # of an asynchronous dataset it may come with the first task
             self._start_errors[worker] = error
+        if self._count is not None:
+            self._count.started()
         if worker not in self._unbegun:
-            if self._count is not None:
-                self._count.started()
             return  # a replacement: it begins behind answers that are not delivered yet
         if cursors and self._resume_points is not None:
             self.notices += starmap(CopyBegun, self._resume_points.began(worker, cursors))

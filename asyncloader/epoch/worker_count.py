@@ -97,6 +97,8 @@ class WorkerCount(TunedSetting):
 
     def started(self) -> None:
         """A worker has begun: request further ones, a few at a time, because start-up code takes the others' CPUs."""
+        if self._starting_until is None:
+            return  # none is missing
         begun = sum(process.started for process in self._pool.processes)
         while self._requested < min(self.auto.number, begun + self._starts_at_once):
             worker, self._requested = self._requested, self._requested + 1

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -130,6 +130,18 @@ def test_forked_workers_that_come_and_go(kind: str, persistent: bool, expected: 
     assert stats["data/worker_restarts"] == 0.0
     assert "num_workers: tries 5 workers instead of 2: it is planned" in text
     assert "num_workers: goes to 3 workers instead of 2: it is planned" in text
+
+
+def test_workers_that_an_earlier_epoch_had_no_time_to_start() -> None:
+    """The next epochs start them."""
+    with planned(
+        DataLoader[Any](Rows(SAMPLES), num_workers="auto", persistent_workers=True, **OPTIONS), 1, 4
+    ) as loader:
+        tuner = cast("Any", loader.num_workers).tuner
+        for _ in loader:
+            if not tuner.numbers:
+                break
+        assert any(len(list(loader)) and loader.stats()["data/num_workers"] == 4.0 for _ in range(50))
 
 
 @pytest.mark.parametrize(
