@@ -13,9 +13,7 @@
     shared.py             the memory of a large list, a section of the page
     remote.py             reads from a store with a latency, another section; with the files remote_*.py
     inputs.py             photos, tokens, videos, tables, texts and shards, with the files inputs_*.py
-    published.py          cases that other loaders publish, as published and beside ours, a command and a section
-    growth.py             how cost grows, a command and a page of its own; with the files growth_*.py
-    gpu.py                the way to a CUDA device, a command and a section of its own; with the files gpu_*.py
+    gpu.py                the way to a CUDA device, a command and a section of its own; gpu_child.py measures
     sections.py           puts sections into the page
 """
 

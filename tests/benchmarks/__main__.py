@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import against, chart, days, gpu_report, inputs_report, remote, report, sections, service, service_delays, shared
+from . import against, chart, days, gpu, inputs_report, remote, report, sections, service, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds, verify
 from .plan import ROWS, Job, jobs
 
@@ -137,7 +137,7 @@ def save(
     text = report.page(results, dates, command, memory, remotes)
     # The sections of other commands stay: this machine need not have a card.
     before = page.read_text(encoding="utf-8") if page.exists() else ""
-    for title in (inputs_report.TITLE, service.TITLE, service_delays.TITLE, gpu_report.TITLE):
+    for title in (inputs_report.TITLE, service.TITLE, gpu.TITLE):
         kept = sections.find(before, title)
         text = sections.insert(text, kept) if kept else text
     page.write_text(text, encoding="utf-8")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import zlib
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from . import local_access, random_access
+from . import random_access
 
 
 @pytest.mark.thorough
@@ -31,22 +29,3 @@ def test_wrong_content_is_found() -> None:
         random_access.read([(torch.arange(3), sums + torch.tensor([0, 1, 0]))], 3, {0, 1, 2})
     with pytest.raises(AssertionError):
         random_access.read([(torch.tensor([0, 0, 1]), sums[[0, 0, 1]])], 3, {0, 1, 2})
-
-
-def test_local_access_is_measured_and_verified(tmp_path: Path) -> None:
-    """Of a few formats; and samples in another order, or with other bytes, are found."""
-    local_access.write(tmp_path, 12, ("mds", "jsonl"))
-    loop = asyncio.new_event_loop()
-    seen: list[Any] = []
-    for kind in ("mds", "jsonl"):
-        epoch = local_access.ours(tmp_path, kind, loop)
-        epoch([[3, 11, 0], [5]], lambda samples, _: seen.append(samples))
-        epoch([[3, 11, 0], [5]], local_access.check)
-        epoch([[3, 11, 0], [5]], local_access.check_ends)
-    loop.close()
-    for samples in seen[::2]:
-        for wrong in ([3, 11, 1], [3, 11]):
-            with pytest.raises(AssertionError):
-                local_access.check_ends(samples, wrong)
-        with pytest.raises(AssertionError, match="sample 4 has another"):
-            local_access.check(samples, [3, 4, 0])
