@@ -100,7 +100,6 @@ class NodeReading(NamedTuple):
         draining: it takes no more loaders.
         problem: why a definition cannot be served now; empty if all can.
         figures: as its ``/metrics``.
-        cached_bytes: of batches that several loaders share.
         sessions: the loaders.
         processes: of all datasets.
     """
@@ -113,7 +112,6 @@ class NodeReading(NamedTuple):
     draining: bool
     problem: str
     figures: dict[str, float]
-    cached_bytes: int
     sessions: Sequence[SessionReading]
     processes: Sequence[ProcessReading]
 
@@ -150,7 +148,7 @@ class NodeSnapshots:
                 "batches_per_s": sum(each["batches_per_s"] for each in sessions),
                 "bytes_per_s": sum(each["bytes_per_s"] for each in sessions),
             },
-            "totals": {"up_s": now.up_s, "cached_bytes": now.cached_bytes, **now.figures},
+            "totals": {"up_s": now.up_s, **now.figures},
             "sessions": shown,
             "sessions_left_out": len(sessions) - len(shown),
             "processes": processes,

@@ -94,7 +94,6 @@ class NodeView:
             draining=node.draining,
             problem=line_of(node.problem(), _DATASET),
             figures=node.figures(),
-            cached_bytes=node.cached_bytes,
             sessions=[_session(each) for each in node.sessions.values()],
             processes=processes,
         )

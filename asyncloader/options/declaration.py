@@ -166,10 +166,9 @@ class LoaderOptions(Generic[T_co, B_co]):
                 3 with `seed`, where the batches stay the same, else 0.
             workers: Where the workers are: `None`: processes of this machine; `"threads"`: threads of this process,
                 for code that releases the GIL; the address of a service, as `"tcp://host:7070"`, several with commas
-                between them, or a `Service`; `"shared"`: one set of processes for all ranks that torchrun has started
-                on this machine. The dataset is then a definition. Or an engine, as `RayWorkers`, which takes any
-                dataset. A service needs `seed`; `num_workers` counts its logical workers, which share the processes
-                there. The first `iter()` or `len()` asks it about the dataset.
+                between them, or a `Service`. The dataset is then a definition. Or an engine, as `RayWorkers`, which
+                takes any dataset. A service needs `seed`; `num_workers` counts its logical workers, which share the
+                processes there. The first `iter()` or `len()` asks it about the dataset.
             device: The device where batches are delivered, as torch takes it: `"cuda"`, `"cuda:1"`, a `torch.device`;
                 `None`: in the CPU's memory. For CUDA they are copied straight from page-locked rings, ahead of the
                 consumer.

@@ -248,28 +248,6 @@ def deadly(n: int = 40, marks: str = "") -> Any:
     return Deadly(n, marks)
 
 
-class Counted(Numbers):
-    """A dataset that writes the index of each sample that it makes to a file; some samples raise."""
-
-    def __init__(self, n: int, log: str, bad: int) -> None:
-        super().__init__(n)
-        self.log = log
-        self.bad = bad
-
-    def __getitem__(self, index: int) -> Any:
-        with Path(self.log).open("a") as log:
-            log.write(f"{index}\n")
-        if self.bad and index % self.bad == 0:
-            raise KeyError(index)
-        return super().__getitem__(index)
-
-
-@asyncloader.definition
-def counted(n: int, log: str, bad: int = 0) -> Any:
-    """A dataset that records the samples that it makes."""
-    return Counted(n, log, bad)
-
-
 class Hanging(Numbers):
     """A dataset with a sample that never returns, once. If a FIFO called "gate" exists, it returns when that is
     written.

@@ -116,7 +116,7 @@ async def test_a_node_that_can_open_no_more_files() -> None:
     ours, theirs = socket.socketpair()
     host: Any = SimpleNamespace(begun=AsyncMock(), setup=SimpleNamespace(arguments={}))
     host.open = AsyncMock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-    opening = SimpleNamespace(share=False, loader="loader", worker=0, credits=4)
+    opening = SimpleNamespace(loader="loader", worker=0, credits=4)
     with ours, theirs, pytest.raises(Refused, match="ulimit -n") as caught:
         await node._open(Link(theirs), "here", host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
     assert caught.value.for_now
@@ -141,7 +141,7 @@ async def test_a_connection_that_is_opened_while_the_node_drains() -> None:
 
     setup = SimpleNamespace(arguments={})
     host = SimpleNamespace(begun=begun, open=open_in_process, setup=setup, close_connection=closed.append, kill=id)
-    opening = SimpleNamespace(share=False, loader="loader", worker=0, credits=4)
+    opening = SimpleNamespace(loader="loader", worker=0, credits=4)
     loader = Link(ours)
     await node._open(Link(theirs), "here", host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
     assert [message.header.kind for message in loader.receive()] == [frames.OPENED]

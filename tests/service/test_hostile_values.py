@@ -88,10 +88,10 @@ class HostileLoader:
         self.send(frames.PROOF, pack_record(Proof(shown)))
         self.receive()
 
-    def open(self, share: bool = False, start: bytes = b"") -> None:
+    def open(self, start: bytes = b"") -> None:
         """Carry out the handshake up to OPENED."""
         self.shake_hands()
-        opening = pack_opening("hostile", 0, 4, worker_setup(), share=share)
+        opening = pack_opening("hostile", 0, 4, worker_setup())
         if start:
             known = pack(tuple(worker_setup().starts[0]))
             assert opening.count(known) == 1
@@ -130,13 +130,12 @@ def attack(connect: Callable[[], socket.socket], token: str | None, value: bytes
         loader.open(start=value)
         loader.send(wire.TASK, pack([0, 1]))
         loader.end()
-    for share in (False, True):
-        loader = HostileLoader(connect, token)
-        loader.open(share)
-        loader.send(wire.TASK, value)
-        loader.send(wire.RESET, wire.pack_reset(wire.RESET, 1, value)[wire.PREFIX_BYTES :])
-        loader.send(wire.ASSIGNMENT, wire.pack_assignment(1, 0, value)[wire.PREFIX_BYTES :])
-        loader.end()
+    loader = HostileLoader(connect, token)
+    loader.open()
+    loader.send(wire.TASK, value)
+    loader.send(wire.RESET, wire.pack_reset(wire.RESET, 1, value)[wire.PREFIX_BYTES :])
+    loader.send(wire.ASSIGNMENT, wire.pack_assignment(1, 0, value)[wire.PREFIX_BYTES :])
+    loader.end()
 
 
 def plainly(node: NodeProcess) -> socket.socket:

@@ -206,7 +206,7 @@ def test_the_code_that_a_fingerprint_covers(tmp_path: Path, modules: Path) -> No
 
 @pytest.mark.parametrize("how", [["skewed/data.py"], ["-m", "skewed.data"]], ids=["file", "module"])
 def test_the_main_module_is_the_module_that_nodes_import(how: list[str], modules: Path) -> None:
-    """This is needed for workers="shared". A module that is run as a file is in no package."""
+    """The program may itself have the definition. A module that is run as a file is in no package."""
     path = modules / "skewed" / "data.py"
     show = "\nif __name__ == '__main__': print(data.fingerprint())\n"
     path.write_text((DATA if how[0] == "-m" else DATA.replace("from skewed import steps", "")) + show)

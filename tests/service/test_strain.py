@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -13,86 +11,21 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader, Service
+from asyncloader import DataLoader
 from tests.helpers.comparing import assert_same
-from tests.helpers.running import PATIENCE_S, ROOT
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving
 
 LENGTH = 240
 OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "num_workers": 2, "shuffle": True}
-SMALL_CACHE = """
-import sys
-if "serve" in sys.orig_argv:
-    import asyncloader.service.node.server as node
-    from asyncloader.service.node.epoch_cache import EpochCache
-    node.EpochCache = lambda _: EpochCache(8192)
-"""
 
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[NodeProcess]:
-    """Start a node with one process for all loaders, and a cache of some eight batches."""
-    (tmp_path / "sitecustomize.py").write_text(SMALL_CACHE)
-    within = ["env", f"PYTHONPATH={tmp_path}{os.pathsep}{ROOT}"]
-    opened = [part for name in ("counted", "numbers") for part in ("--open", name)]
-    with serving(tmp_path, ["counted", "numbers"], *opened, workers=1, within=within) as made:
+    """Start a node with one process for all loaders."""
+    with serving(tmp_path, ["numbers"], "--open", "numbers", workers=1) as made:
         yield made
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("place", ["tcp", "unix"])
-def test_a_slow_trainer_among_those_that_share(place: str, node: NodeProcess, tmp_path: Path) -> None:
-    """One trainer is far behind, one has stopped, one leaves in mid-epoch, and one is an epoch ahead: the fast
-    trainers do not wait for them, and batches that the node has forgotten are made again.
-    """
-    log = tmp_path / "log"
-    defined = definitions.counted(LENGTH, str(log))
-    service = Service(getattr(node, place), share="epoch")
-    with DataLoader[Any](definitions.numbers(LENGTH), **OPTIONS) as local:
-        first, second = list(local), list(local)
-    fast_are_done = threading.Event()
-
-    def behind(still: bool) -> list[Any]:
-        with DataLoader[Any](defined, **OPTIONS, workers=service) as loader:
-            got = []
-            for batch in loader:
-                got.append(batch)
-                if len(got) == 3 or (not still and not fast_are_done.is_set() and len(got) % 10 == 0):
-                    # the fast loaders end only if they do not wait for this loader
-                    assert fast_are_done.wait(PATIENCE_S)
-            return got
-
-    def leaving() -> None:
-        with DataLoader[Any](defined, **OPTIONS, workers=service) as loader:
-            assert_same(list(islice(loader, 5)), first[:5])
-
-    def fast() -> list[Any]:
-        with DataLoader[Any](defined, **OPTIONS, workers=service) as loader:
-            return list(loader)
-
-    def ahead() -> list[Any]:
-        with DataLoader[Any](defined, **OPTIONS, workers=service) as loader:
-            loader.set_epoch(1)
-            return list(loader)
-
-    with ThreadPoolExecutor(8) as threads:
-        slow = [threads.submit(behind, still) for still in (False, True)]
-        quick = [threads.submit(fast) for _ in range(2)]
-        other, gone = threads.submit(ahead), threads.submit(leaving)
-        try:
-            for each in quick:
-                assert_same(each.result(PATIENCE_S), first)
-            assert not any(each.done() for each in slow)
-            assert_same(other.result(PATIENCE_S), second)
-            gone.result(PATIENCE_S)
-        finally:
-            fast_are_done.set()
-        for each in slow:
-            assert_same(each.result(PATIENCE_S), first)
-    made = Counter(log.read_text().split())
-    assert len(made) == LENGTH
-    assert sum(made.values()) > 2 * LENGTH  # both epochs, and the samples of forgotten batches again
 
 
 @pytest.mark.thorough

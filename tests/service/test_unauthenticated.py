@@ -18,9 +18,10 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
-from asyncloader.service.client.machine_service import shared_service
+from asyncloader.service.node.async_io import message_of
 from asyncloader.service.node.server import Node
 from asyncloader.service.protocol import frames
+from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, Refusal
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import pack_record
@@ -55,7 +56,7 @@ def another_user(play: Callable[[], bool]) -> Generator[int]:
 
 @as_root
 async def test_another_user_at_root_s_node() -> None:
-    """The other user is refused at once, and does not count as the first loader for which a node waits."""
+    """The other user is refused at once, without a handshake; the node's own user is not."""
     name = f"\0asyncloader-{uuid.uuid4().hex}"
     node = Node([], 1)
     listener = socket.socket(socket.AF_UNIX)
@@ -69,27 +70,24 @@ async def test_another_user_at_root_s_node() -> None:
             sock.connect(name)
             return sock.recv(1) == b""
 
-    left = asyncio.create_task(node.left(PATIENCE_S))
     try:
         with another_user(intrude) as pid:
             await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert not left.done()
         with socket.socket(socket.AF_UNIX) as sock:
             sock.setblocking(False)
             await asyncio.get_running_loop().sock_connect(sock, name)
-        await asyncio.wait_for(left, PATIENCE_S)
+            link = Link(sock)
+            link.send(frames.HELLO, pack_record(Hello(PROTOCOL, "numbers", "{}", "", *Hello.versions(), bytes(32))))
+            assert (await message_of(link, frames.CHALLENGE)).header.kind == frames.CHALLENGE
     finally:
-        left.cancel()
         await node.close()
 
 
 @as_root
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_another_user_has_taken() -> None:
     """The loader gets an error at once that names the socket's owner and the remedy; that user would refuse us, too."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", uuid.uuid4().hex)
     defined = definitions.numbers()
-    url = shared_service(defined).url if shared else f"unix:@asyncloader-{uuid.uuid4().hex}"
+    url = f"unix:@asyncloader-{uuid.uuid4().hex}"
     listener = socket.socket(socket.AF_UNIX)
     begun, begins = os.pipe()
 
@@ -102,7 +100,7 @@ def test_a_name_that_another_user_has_taken(shared: bool, monkeypatch: pytest.Mo
             check_peer(sock)
         return True
 
-    workers: Any = "shared" if shared else Service(url, wait=PATIENCE_S)
+    workers = Service(url, wait=PATIENCE_S)
     with listener, another_user(squat):
         os.read(begun, 1)
         with pytest.raises(ServiceUnavailable) as caught:

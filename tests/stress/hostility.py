@@ -17,7 +17,7 @@ from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 
 _TO_WORKER = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.SUSPECT, wire.ASSIGNMENT)
-_TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.STAY, frames.PLAN, frames.LOOK)
+_TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.PLAN, frames.LOOK)
 FROM_LOADER = (*_TO_WORKER, *_TO_NODE)
 FROM_NODE = (
     *(wire.RESULT, wire.ERROR, wire.EXHAUSTED, wire.RESET_DONE, wire.READY, wire.STARTED, wire.ALL_DROPPED),
@@ -143,7 +143,7 @@ def draw(seed: int, side: str | None = None) -> Case:
         at = rng.choice([0, 1, 2, 3, 4, 5, 5, 6, 7])
         return Case(seed, side, place, name, script, at, act, end, rng.random() < 0.6)
     name = rng.choice(["numbers", "numbers", "awaited", "stream", "large"])
-    script = rng.choice(["worker"] * 7 + ["stay", "look", "plan"])
+    script = rng.choice(["worker"] * 7 + ["look", "plan"])
     place = rng.choice(["tcp", "tcp", "tls", "unix"])
     at = rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 7, 8])
     if act == "direct":

@@ -62,7 +62,6 @@ class Case:
     name: str
     length: int
     loaders: int
-    share: bool
     options: dict[str, Any]
     strikes: tuple[tuple[int, str, int], ...]
 
@@ -84,8 +83,7 @@ def draw(seed: int) -> Case:
         options["shuffle"] = rng.random() < 0.5
     kinds = rng.choices(list(FAULTS), list(FAULTS.values()), k=rng.randint(1, 3))
     strikes = tuple(sorted((rng.randrange(length // batch_size), kind, rng.randrange(NODES)) for kind in kinds))
-    share = name != "stream" and rng.random() < 0.3
-    return Case(seed, name, length, rng.choice([1, 1, 2, 3]), share, options, strikes)
+    return Case(seed, name, length, rng.choice([1, 1, 2, 3]), options, strikes)
 
 
 class Fleet:
@@ -175,7 +173,7 @@ def run(case: Case, fleet: Fleet) -> int:
         (at, kind, number if kind not in ("stop", "cut", "gone") else number % (NODES - 1))
         for at, kind, number in strikes
     ]
-    service = Service(fleet.url, share="epoch" if case.share else None, wait=DEADLINE_S)
+    service = Service(fleet.url, wait=DEADLINE_S)
 
     def read(strike: Callable[[int], None]) -> list[Any]:
         got = []

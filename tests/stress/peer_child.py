@@ -144,7 +144,7 @@ async def _read_once(defined: Any, options: dict[str, Any], got: list[Any]) -> N
 
 
 def _cases() -> None:
-    Service.greeting_s = 1.0
+    connect._GREETING_S = 1.0
     connect.answer_of.__defaults__ = (_ANSWER_S,)
     assert hasattr(remote_channel, "_CHECK_S"), "it has another name now"
     remote_channel._CHECK_S = _CHECK_S

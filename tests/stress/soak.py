@@ -55,19 +55,18 @@ class Reader(NamedTuple):
 
     name: str
     place: str
-    share: bool
     workers: int
 
 
 READERS = [
-    Reader("numbers", "tcp", False, 3),
-    Reader("awaited", "tcp", False, 2),
-    Reader("stream", "tcp", False, 2),
-    Reader("numbers", "tcp", True, 2),
-    Reader("numbers", "tcp", True, 1),
-    Reader("numbers", "unix", False, 2),
-    Reader("stream", "unix", False, 2),
-    Reader("numbers", "local", False, 2),
+    Reader("numbers", "tcp", 3),
+    Reader("awaited", "tcp", 2),
+    Reader("stream", "tcp", 2),
+    Reader("numbers", "tcp", 2),
+    Reader("numbers", "tcp", 1),
+    Reader("numbers", "unix", 2),
+    Reader("stream", "unix", 2),
+    Reader("numbers", "local", 2),
 ]
 
 
@@ -142,7 +141,7 @@ class Soak:
 
     def read(self, number: int, reader: Reader) -> None:
         """Read until the end, in a thread of its own."""
-        name = f"{number} {reader.name} {reader.place}{' shared' * reader.share}"
+        name = f"{number} {reader.name} {reader.place}"
         try:
             for batches in read(
                 reader, self.right[key(reader)], None if reader.place == "local" else self.url(reader.place), self.ended
@@ -312,7 +311,7 @@ def read(reader: Reader, right: list[list[Any]], url: str | None, ended: threadi
     """Read epochs, and check each batch; gives the number of batches of each epoch."""
     defined, options = options_of(reader)
     while not ended.is_set():
-        service = None if url is None else Service(url, wait=SILENT_S, share="epoch" if reader.share else None)
+        service = None if url is None else Service(url, wait=SILENT_S)
         with DataLoader[Any](defined, **options, workers=service) as loader:
             for epoch in right:
                 for mine, due in zip(loader, epoch, strict=True):
@@ -326,7 +325,7 @@ def train(url: str) -> int:
     """A trainer of its own: reads until SIGTERM, and prints how many batches it had."""
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    reader = Reader("numbers", "tcp", False, 2)
+    reader = Reader("numbers", "tcp", 2)
     batches = sum(read(reader, expected(reader), url, ended))
     sys.stdout.write(f"{batches}\n")
     return 0

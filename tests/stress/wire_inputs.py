@@ -224,9 +224,8 @@ def hello(name: str, arguments: str = "{}") -> bytes:
 def openings() -> list[bytes]:
     catalog = Catalog(2, 1, "0" * 16)
     return [
-        pack_opening("loader", 1, 8, worker_setup(), share=False),
-        pack_opening("loader", 0, 8, worker_setup(), share=True),
-        pack_opening("loader", 0, 8, worker_setup()._replace(policy=None), share=False, catalog=catalog),
+        pack_opening("loader", 1, 8, worker_setup()),
+        pack_opening("loader", 0, 8, worker_setup()._replace(policy=None), catalog=catalog),
     ]
 
 
@@ -245,7 +244,6 @@ def conversations() -> list[Original]:
     made = [_stream(*begun, (Frame(frames.OPENING), each), *tasks, *again, *answer, *ends) for each in openings()]
     made.append(_stream(*begun, (Frame(frames.PLAN), REQUEST)))
     made.append(_stream(*begun, (Frame(frames.LOOK), pack_record(Look([1, 2])))))
-    made.append(_stream(*begun, (Frame(frames.STAY), b""), (Frame(frames.PING), b"")))
     return made
 
 

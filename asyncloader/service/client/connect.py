@@ -19,7 +19,6 @@ from urllib.parse import urlsplit
 
 from asyncloader.errors import ServiceUnavailable
 from asyncloader.process_hooks import in_forked_child
-from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.definition import Defined
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
@@ -46,6 +45,7 @@ from asyncloader.workers.stacks import Report
 _log = logging.getLogger("asyncloader")
 
 _CONNECT_S = 3.0
+_GREETING_S = 3.0  # until the first answer of a node
 _ANSWER_S = 30.0  # without any message
 _LONGEST_ANSWER_S = 600.0
 """Seconds for an answer while the node reports that it works on it, at most, unless `Service.wait` is longer."""
@@ -197,7 +197,7 @@ def _handshake(
         in_forked_child(_close_copies)
         _live.add(link)
         link.send(frames.HELLO, pack_record(hello))
-        needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, service.greeting_s))
+        needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, _GREETING_S))
         if needed and token is None:
             raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
         # A program at this address could pretend to be a node that needs no token, and give wrong samples.
@@ -322,8 +322,6 @@ def on_any_node(
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
     repeated = False  # whether all nodes had refused finally in the round before
     while True:
-        if isinstance(service, SharedService):
-            service.start_if_missing()
         answers: dict[str, str] = {}
         unlike: list[str] = []  # the reasons of nodes whose refusal is final
         final = True  # whether all nodes have refused finally
@@ -443,8 +441,6 @@ def ask_dataset_info(service: Service, defined: Defined, closed: threading.Event
     """
 
     def use(node: NodeConnection) -> DatasetInfo:
-        if isinstance(service, SharedService):
-            service.stay(node.link)  # detaches the socket, which `close` then leaves open
         node.link.close()
         return node.info
 

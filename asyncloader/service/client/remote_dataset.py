@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from asyncloader.service.protocol.records import DatasetInfo
     from asyncloader.service.protocol.shard_plan import Catalog
 
-_SHARED = "shared"  # the loaders' `workers=` for the node that the processes of this machine share
-
 
 class RemoteDataset:
     """Stands for a dataset that a service reads.
@@ -83,7 +81,6 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
 
         Raises:
             ServiceUnavailable: no node of the service could be asked in time.
-            ValueError: the service is `Service(share="epoch")`, and the dataset has no index, or a state.
         """
         from asyncloader.service.client.connect import ask_dataset_info
 
@@ -94,10 +91,6 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
 
             service = engine_service(service, defined)
         info = ask_dataset_info(service, defined)
-        if service.share and (info.iterable or info.stateful):
-            raise ValueError(
-                f"share='epoch' is for datasets with an index and without a state, and {defined!r} is not one"
-            )
         if info.shuffle is not None:
             return _Shards(defined, service, info)
         return _KINDS[info.iterable, info.asynchronous, info.length is not None](defined, service, info)
@@ -351,19 +344,17 @@ def locate(arguments: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"workers={workers!r} needs num_workers, the number of logical workers: at least 1")
     # Imported only now: without `workers=` a loader needs neither msgspec nor any of this.
     check_extra()
-    from asyncloader.service.client.machine_service import shared_service
     from asyncloader.service.protocol.handshake import Hello
 
     if engine is not None:
         dataset = UnknownDataset(pickle_definition(defined, functions), engine)
         return arguments | dict.fromkeys(functions) | {"dataset": dataset}
-    service = shared_service(defined) if place == _SHARED else place
     Hello.of(defined)  # raises here for arguments that cannot be sent
-    return arguments | {"dataset": UnknownDataset(defined, service)}
+    return arguments | {"dataset": UnknownDataset(defined, place)}
 
 
 def _place(workers: Any) -> Any:
-    """Return the place that `workers=` names: a `Service`, an engine, or the text of the machine's own service.
+    """Return the place that `workers=` names: a `Service`, or an engine.
 
     Raises:
         TypeError, ValueError: it names none.
@@ -372,13 +363,13 @@ def _place(workers: Any) -> Any:
 
     from asyncloader.service.protocol.address import Service
 
-    if isinstance(workers, str) and (workers == _SHARED or ":" in workers):
-        return workers if workers == _SHARED else Service(workers)
+    if isinstance(workers, str) and ":" in workers:
+        return Service(workers)
     if isinstance(workers, Service) or (hasattr(workers, "serve") and not isinstance(workers, type)):
         return workers
     hint = ""
     if isinstance(workers, str):
-        near = get_close_matches(workers.strip().lower(), [THREADS, _SHARED], n=1)
+        near = get_close_matches(workers.strip().lower(), [THREADS], n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
     elif isinstance(workers, int) and workers > 1:
         hint = f"Did you mean num_workers={workers}? "
@@ -386,8 +377,8 @@ def _place(workers: Any) -> Any:
         hint = "Several addresses are one text, with commas between them. "
     raise (ValueError if isinstance(workers, str) else TypeError)(
         f"workers={workers!r} names no place. {hint}For processes of this machine leave workers= out, and give "
-        f"num_workers=; else give {THREADS!r}, {_SHARED!r}, the address of a service (tcp://host:port or unix:/path), "
-        "a Service or an engine"
+        f"num_workers=; else give {THREADS!r}, the address of a service (tcp://host:port or unix:/path), a Service or "
+        "an engine"
     )
 
 

@@ -29,11 +29,9 @@ from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.client.connect import (
     NodeConnection,
     Unreachable,
-    ask_dataset_info,
     ask_stacks,
     on_any_node,
 )
-from asyncloader.service.client.machine_service import SharedService
 from asyncloader.service.client.node_choice import node_order, to_move
 from asyncloader.service.client.node_health import NodeHealth
 from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
@@ -168,10 +166,6 @@ class ServiceWorkers:
                     raise _Full(f"{node.address}: {error}") from None
                 raise
 
-        # A new node of this machine ends with its last connection. A connection of this process keeps it for later
-        # epochs.
-        if isinstance(self._service, SharedService) and not self._service.stays:
-            ask_dataset_info(self._service, self._defined, self._closed)
         return on_any_node(
             self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
         )
@@ -238,8 +232,7 @@ class ServiceWorkers:
         difference = node.info.difference(self._dataset.info)
         if difference:  # a node that was started again, or one with another copy of the data
             raise Unreachable(f"{node.address}: {difference}: all nodes of a service need the same data", final=True)
-        catalog, share = self._dataset.catalog, self._service.share == "epoch"
-        opening = pack_opening(self._loader_name, worker, self._credits, setup, share=share, catalog=catalog)
+        opening = pack_opening(self._loader_name, worker, self._credits, setup, catalog=self._dataset.catalog)
         link.send(frames.OPENING, opening)
         pid = read_record(Opened, node.answer(frames.OPENED)).pid
         made = RemoteWorker(worker, pid, node.address, link, self._ended)

@@ -14,9 +14,8 @@ class MemoryQuota:
     """The memory of one loader at a node, over all of its worker connections.
 
     Rings live as long as their connections: a ring that does not fit is refused. *Unsent* bytes (batches that fit no
-    slot, copies of shared batches, descriptions, errors) go as the loader reads. Their number is not known before they
-    are made, so they may exceed the limit: then the quota is `full`, and the connections give their processes no tasks
-    until enough was sent.
+    slot, descriptions, errors) go as the loader reads. Their number is not known before they are made, so they may
+    exceed the limit: then the quota is `full`, and the connections give their processes no tasks until enough was sent.
 
     Args:
         name: the name that the loader gave itself.

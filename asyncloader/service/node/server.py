@@ -21,11 +21,9 @@ from typing import Any
 
 from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
 from asyncloader.service.node.async_io import message_of, secure, send_whole, speaks_tls, wait_for
-from asyncloader.service.node.epoch_cache import EpochCache
 from asyncloader.service.node.local_connection import LocalConnection
 from asyncloader.service.node.memory_quota import MemoryQuota
 from asyncloader.service.node.sessions import OpenConnection, Session, check_files
-from asyncloader.service.node.shared_epoch_connection import SharedEpochConnection
 from asyncloader.service.node.worker_connections import RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
 from asyncloader.service.node.worker_processes import HostProcesses, NotMade, WorkerConnection
@@ -66,8 +64,6 @@ _PAUSE_S = 0.1
 _MOST_CONNECTIONS = 4096
 _MOST_UNAUTHENTICATED = 128
 _MOST_MEMORY = 0.5  # of the machine's memory, for one loader
-_MOST_CACHED = 0.25  # of the machine's memory, for batches that several loaders share
-_CACHED_BYTES = 1 << 30  # for these, if the system does not report its memory
 _MOST_DATASETS = 8
 _LOCAL = "this machine"
 _REFUSAL = 2000  # characters of the reason that a loader is given, at most
@@ -81,7 +77,6 @@ class Node:
         workers: processes for each definition and set of arguments.
         token: the secret that loaders must prove to have; None: they need none.
         tls: the server's side of TLS; None: plain connections.
-        problem: why it refuses every loader; empty: it does not.
     """
 
     def __init__(
@@ -90,14 +85,12 @@ class Node:
         workers: int,
         token: str | None = None,
         tls: ssl.SSLContext | None = None,
-        problem: str = "",
     ) -> None:
         self._served = {each.definition.name: each for each in served}
         self._most_hosts = len(self._served) + _MOST_DATASETS
         self._workers = workers
         self._token = token
         self._tls = tls
-        self._problem = problem
         self._hosts: dict[tuple[str, str, bool], HostProcesses] = {}
         # Totals of processes that were ended: `/metrics` promises counters, which never fall.
         self._past = {"deaths": 0.0, "tasks": 0.0, "busy_seconds": 0.0}
@@ -111,8 +104,6 @@ class Node:
         """The loaders that read here, by their names."""
         memory = memory_limit()[0]
         self._most_memory = None if memory is None else int(_MOST_MEMORY * memory)
-        self._cache = EpochCache(_CACHED_BYTES if memory is None else int(_MOST_CACHED * memory))
-        self._came, self._left = asyncio.Event(), asyncio.Event()
         self.draining = False
         self.refusals = 0
 
@@ -199,26 +190,11 @@ class Node:
         self._sockets.append(sock)
         asyncio.get_running_loop().add_reader(sock.fileno(), self._accept, sock)
 
-    async def left(self, seconds: float) -> None:
-        """Wait until all connections have ended; wait for the first connection for `seconds` at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._came.wait()
-        if self._came.is_set():
-            await self._left.wait()
-
     def _handshake_done(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         if task.cancelled():  # perhaps before `_admit` could close the socket itself
             sock.close()
         self._unauthenticated.pop(task, None)
-        self._ended(task)
-
-    def _ended(self, which: asyncio.Task[None] | RelayedConnection | LocalConnection) -> None:
-        """Note that a handshake or a connection has ended."""
-        self._handshakes.discard(which)
-        self._connections.discard(which)
-        if not self._handshakes and not self._connections:
-            self._left.set()
+        self._handshakes.discard(task)
 
     def _accept(self, listener: socket.socket) -> None:
         # Not `loop.sock_accept`: if it is cancelled at the wrong moment, the connection that it has accepted is lost.
@@ -236,8 +212,7 @@ class Node:
             return
         if sock.family == socket.AF_UNIX:
             try:
-                # Now, before the connection is counted: those of another user must not take this user's places, nor
-                # count as the first or the last connection, with which a node may end.
+                # Now, before the connection is counted: those of another user must not take this user's places.
                 check_peer(sock)
             except OSError as error:
                 _log.warning("a connection is closed: %s", error, extra={"peer": _LOCAL})
@@ -256,9 +231,6 @@ class Node:
             oldest = next(iter(self._unauthenticated))
             del self._unauthenticated[oldest]
             oldest.cancel()
-        # A handshake counts as a connection: a node that ends with the last must not end while a loader connects.
-        self._came.set()
-        self._left.clear()
         task.add_done_callback(partial(self._handshake_done, sock))
 
     def _accept_again(self, listener: socket.socket) -> None:
@@ -299,11 +271,6 @@ class Node:
     def hosts(self) -> list[HostProcesses]:
         """The processes of each dataset."""
         return list(self._hosts.values())
-
-    @property
-    def cached_bytes(self) -> int:
-        """Bytes of the batches that several loaders share."""
-        return self._cache.nbytes
 
     def figures(self) -> dict[str, float]:
         """Return the numbers for `/metrics`."""
@@ -392,8 +359,6 @@ class Node:
         # Reasons of the node's own are given after the proof only.
         if self.draining:
             raise Refused("this node is about to end", for_now=True)
-        if self._problem:
-            raise Refused(self._problem)
         served, arguments = find_served(self._served, hello)
         host = self._host(served, arguments)
         with host.in_use():  # or `_make_room` could end the processes while the loader waits for them
@@ -409,30 +374,25 @@ class Node:
         answer = Welcome(proof(self._token, "node", theirs, mine), info)
         link.send(frames.WELCOME, pack_record(answer))
         async with asyncio.timeout(HANDSHAKE_S):
-            message = await message_of(link, frames.OPENING, frames.STAY, frames.PLAN, frames.LOOK)
+            message = await message_of(link, frames.OPENING, frames.PLAN, frames.LOOK)
         if message.header.kind == frames.PLAN:
             await self._plan(link, host, info, read_request(message.body))
             return False
         if message.header.kind == frames.LOOK:
             await self._look(link, host, read_record(Look, message.body).pids)
             return False
-        if message.header.kind == frames.STAY:
-            self._keep(link)
-        else:
-            opening = read_opening(message.body)
-            problem = opening.mismatch(info)
+        opening = read_opening(message.body)
+        problem = opening.mismatch(info)
+        if problem:
+            raise Refused(problem)
+        # Reads in threads need other processes: whether connections share an event loop is decided at the start.
+        if opening.setup.fetch_threads and not info.asynchronous:
+            host = self._host(served, host.setup.arguments, threads=True)
+        with host.in_use():
+            problem = (await wait_for(host.dataset_info(), link)).problem
             if problem:
                 raise Refused(problem)
-            # Reads in threads need other processes: whether connections share an event loop is decided at the start.
-            if opening.setup.fetch_threads and not info.asynchronous:
-                host = self._host(served, host.setup.arguments, threads=True)
-                with host.in_use():
-                    problem = (await wait_for(host.dataset_info(), link)).problem
-                    if problem:
-                        raise Refused(problem)
-                    await self._open(link, peer, host, served, opening, info)
-            else:
-                await self._open(link, peer, host, served, opening, info)
+            await self._open(link, peer, host, served, opening, info)
         return True
 
     async def _plan(self, link: Link, host: HostProcesses, info: DatasetInfo, request: PlanRequest) -> None:
@@ -456,11 +416,6 @@ class Node:
         async with asyncio.timeout(HANDSHAKE_S):
             await send_whole(link, frames.LOOKED, pack_record(Looked([each for reports in found for each in reports])))
 
-    def _keep(self, link: Link) -> None:
-        """Keep the link of a loader without workers, as a connection: `left` waits for its end, too."""
-        guest: LocalConnection = LocalConnection(link, lambda: self._ended(guest), lambda: None)
-        self._connections.add(guest)
-
     async def _open(
         self, link: Link, peer: str, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo
     ) -> None:
@@ -472,15 +427,12 @@ class Node:
                 host.close_connection(number)
                 session.left(number)
                 self._forget(quota)
-                self._ended(connection)
+                self._connections.discard(connection)
 
         def make_end(sock: socket.socket, number: int) -> WorkerConnection:
             nonlocal connection
             kill = partial(host.kill, number)
-            if opening.share:
-                dataset = dataset_key(served.target, host.setup.arguments)
-                connection = SharedEpochConnection(link, sock, opening, quota, ended, kill, self._cache, dataset)
-            elif link.sock.family == socket.AF_UNIX:
+            if link.sock.family == socket.AF_UNIX:
                 passed.append(sock)  # the loader gets it: its frames do not pass through the node
                 connection = LocalConnection(link, ended, kill)
             else:
@@ -524,8 +476,6 @@ class Node:
         if not quota.connections:
             del self.sessions[quota.name]
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
-        if not self.sessions:  # no loader is left that could ask for a batch again
-            self._cache.clear()
 
 
 def _totals(host: HostProcesses) -> dict[str, float]:

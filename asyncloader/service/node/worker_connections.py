@@ -140,7 +140,11 @@ class RelayedConnection:
             self._traced = message.header.traced
             self._task(message.header.epoch, message.header.task, body)
         elif kind in _PASSED_ON:
-            self._pass_to_process(kind, body)
+            if kind == wire.RESET:
+                # Before the frame is sent: a task of the epoch before that followed RESET would be carried out in the
+                # new epoch. The tasks stay among the unanswered until RESET_DONE, as those do that the process has.
+                self._forget_waiting(wire.unpack_reset(body)[0])
+            self._send_frame(wire.pack(kind, body))
         elif kind == frames.PING:
             self._send(frames.PONG)
         elif kind == frames.KILL:
@@ -184,9 +188,13 @@ class RelayedConnection:
         return self.in_work < self._slots and self._given_bytes < _MOST_QUEUED and not self._quota.full
 
     def _start(self, epoch: int, task: int, index: bytes) -> None:
+        """Give the task to the process."""
         self._unanswered[epoch, task] = len(index)
         self._given_bytes += len(index)
-        self._give(epoch, task, index)
+        self._renew_ring()
+        number, slot = self._rings.assign(epoch, task)
+        sent = -perf_counter() if self._traced else perf_counter()
+        self._send_frame(wire.pack_task(epoch, task, slot, number, sent, index))
 
     def _give_soon(self) -> None:
         # Not at once: the quota calls this when a message was sent, from inside `Link.flush` of this connection or of
@@ -210,21 +218,6 @@ class RelayedConnection:
         if self._waiting:
             self._waiting = deque(each for each in self._waiting if each[0] >= epoch)
             self._waiting_bytes = sum(len(index) + _TASK_BYTES for _, _, index in self._waiting)
-
-    def _pass_to_process(self, kind: int, body: bytes) -> None:
-        """Pass on that an epoch begins, which shards to read, or that the worker ends."""
-        if kind == wire.RESET:
-            # Before the frame is sent: a task of the epoch before that followed RESET would be carried out in the new
-            # epoch. The tasks stay among the unanswered until RESET_DONE, as those do that the process has.
-            self._forget_waiting(wire.unpack_reset(body)[0])
-        self._send_frame(wire.pack(kind, body))
-
-    def _give(self, epoch: int, task: int, index: bytes) -> None:
-        """Give the task to the process."""
-        self._renew_ring()
-        number, slot = self._rings.assign(epoch, task)
-        sent = -perf_counter() if self._traced else perf_counter()
-        self._send_frame(wire.pack_task(epoch, task, slot, number, sent, index))
 
     def _renew_ring(self) -> None:
         """Send the process a larger ring, if it needs one. Raises RingMemoryError."""
@@ -355,7 +348,7 @@ class RelayedConnection:
         self._after_answer()
 
     def _result(self, body: bytes) -> None:
-        result, template, _ = wire.unpack_result(body)
+        result = wire.unpack_result(body)[0]
         epoch, task = result.epoch, result.seq
         payload: memoryview | None = None
         sent: Callable[[], None] | None = None
@@ -371,40 +364,15 @@ class RelayedConnection:
         if ring is not None:
             payload, sent = ring.bytes_of(result.slot, result.nbytes), partial(ring.give_back, result.slot)
         elif payload is not None:
-            sent = self._own(payload)
-        self._batch(body, result, template, payload, sent)
+            # In no ring: counted until it was sent.
+            self._quota.count(payload.nbytes)
+            sent = partial(self._quota.count, -payload.nbytes)
+        self._send(wire.RESULT, body, epoch, task, payload, sent)
         self._answered(epoch, task)
-        # The channel may be closed by now: to send a shared batch wakes other connections, and when one of these fails,
-        # its task may pass to this connection, which may fail in turn.
-        if result.slot == wire.ONEOFF and self._channel.fileno() >= 0:
+        if result.slot == wire.ONEOFF:
             # Now, not with the next task: the process has tasks already whose batches may be as large. If there is no
             # memory for such a ring, the loader must know before each of them takes a segment of its own.
             self._renew_ring()
-
-    def _own(self, payload: memoryview) -> Callable[[], None]:
-        """Count a batch that is in no ring. Returns the function to call once it was sent."""
-        self._quota.count(payload.nbytes)
-        return partial(self._quota.count, -payload.nbytes)
-
-    def _batch(
-        self,
-        body: bytes,
-        result: wire.Result,
-        template: bytes,
-        payload: memoryview | None,
-        sent: Callable[[], None] | None,
-    ) -> None:
-        """Send a batch that the process has made.
-
-        Args:
-            body: its description and template, as received.
-            result: the description.
-            template: the template; for subclasses.
-            payload: its bytes; None: a batch without bytes.
-            sent: called when the payload's memory may be used again.
-        """
-        del template
-        self._send(wire.RESULT, body, result.epoch, result.seq, payload, sent)
 
     def _answered(self, epoch: int, task: int) -> None:
         self._given_bytes -= self._unanswered.pop((epoch, task), 0)

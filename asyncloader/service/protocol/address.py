@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 from urllib.parse import urlsplit
 
 from asyncloader.socket_folder import MOST_PATH
@@ -31,8 +30,6 @@ class Service:
             deliver, a worker that finds no node keeps looking. A node that works on a task for a long time is not given
             up: the loader's `timeout` and `worker_timeout` bound that. For a node that reports that it makes the
             dataset the loader waits ten minutes, or `wait` if that is longer.
-        share: ``"epoch"``: each node makes every batch once for all loaders that read the same dataset with the same
-            seed in the same epoch and that have this option; None: batches are made for this loader alone.
     """
 
     url: str
@@ -41,8 +38,6 @@ class Service:
     tls_cert: str | None = None
     tls_key: str | None = None
     wait: float = 60.0
-    share: str | None = None
-    greeting_s: ClassVar[float] = 3.0  # until the first answer of a node
 
     def __post_init__(self) -> None:
         if not isinstance(self.url, str) or not self.url.strip():
@@ -57,8 +52,6 @@ class Service:
             )
         if not self.wait > 0:
             raise ValueError(f"wait should be a number of seconds above 0, but got wait={self.wait!r}")
-        if self.share not in (None, "epoch"):
-            raise ValueError(f"share should be 'epoch' or None, but got share={self.share!r}")
 
     @property
     def addresses(self) -> tuple[str, ...]:

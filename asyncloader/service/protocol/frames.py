@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 # Numbers above those of `wire`, because both kinds of messages have this header.
 # loader -> node
-HELLO, PROOF, OPENING, PING, KILL, STAY, PLAN, LOOK = 64, 65, 66, 67, 68, 69, 70, 71
+HELLO, PROOF, OPENING, PING, KILL, PLAN, LOOK = 64, 65, 66, 67, 68, 70, 71
 # node -> loader
 CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED, LOOKED = 80, 81, 82, 83, 84, 85, 86, 87, 89
 

@@ -8,8 +8,8 @@
     node -> loader: OPENED     the process of the worker
     node -> loader: REFUSED    instead of any answer: the reason
 
-Instead of OPENING a loader may send STAY, which keeps the node running; PLAN, which asks for an epoch's shards where
-the loader assigns them, and is answered by PLANNED; or LOOK, which asks for processes' stacks, answered by LOOKED.
+Instead of OPENING a loader may send PLAN, which asks for an epoch's shards where the loader assigns them, and is
+answered by PLANNED; or LOOK, which asks for processes' stacks, answered by LOOKED.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 if TYPE_CHECKING:
     from asyncloader.service.definition import Defined
 
-PROTOCOL = 3
+PROTOCOL = 4
 MOST_WORKERS = 1 << 16
 MOST_ARGUMENTS = 1 << 16
 """Characters of a definition's arguments as JSON, at most."""
@@ -144,8 +144,6 @@ class Opening(NamedTuple):
     loader: str
     worker: int
     credits: int
-    share: bool
-    """Whether its batches are made once for all loaders that share the epoch."""
     setup: WorkerSetup
     """Without `starts`."""
     start: bytes
@@ -155,8 +153,6 @@ class Opening(NamedTuple):
 
     def mismatch(self, info: DatasetInfo) -> str:
         """Return why such a worker cannot read the dataset; empty if it can."""
-        if self.share and (info.iterable or info.stateful):
-            return "share='epoch' is for datasets with an index and without a state of their own"
         if (self.catalog is None) != (info.shuffle is None):
             return "this dataset's shards are, or are not, assigned by the loader"
         if self.catalog is not None and (self.catalog.batch > 0) != (info.streams is not None):
@@ -227,7 +223,6 @@ class _OpeningMessage(NamedTuple):
     loader: Annotated[str, Meta(min_length=1, max_length=64, pattern="^[ -~]*$")]
     worker: Annotated[int, Meta(ge=0, le=MOST_WORKERS - 1)]
     credits: Annotated[int, Meta(ge=1, le=_MOST_CREDITS)]
-    share: bool
     options: _LoaderOptions
     start: bytes
     seeds: _Seeds
@@ -236,7 +231,7 @@ class _OpeningMessage(NamedTuple):
 
 
 def pack_opening(
-    loader: str, worker: int, credits: int, setup: WorkerSetup, *, share: bool, catalog: Catalog | None = None
+    loader: str, worker: int, credits: int, setup: WorkerSetup, *, catalog: Catalog | None = None
 ) -> bytes:
     """Pack the body of OPENING. The functions of the set-up are not sent: they come from the node's definition."""
     policy, seeded, start = setup.policy, setup.seeded, setup.starts[worker]
@@ -246,7 +241,6 @@ def pack_opening(
             loader=loader,
             worker=worker,
             credits=credits,
-            share=share,
             options=_LoaderOptions(*(getattr(setup, name) for name in _LoaderOptions._fields)),
             start=pack(tuple(start)),
             seeds=_Seeds(*seeded),
@@ -276,4 +270,4 @@ def read_opening(body: bytes) -> Opening:
         policy=None if policy is None else ErrorPolicy("skip", *policy),
         **options._asdict(),
     )
-    return Opening(*(asked.loader, asked.worker, asked.credits, asked.share, setup, asked.start, asked.shards))
+    return Opening(*(asked.loader, asked.worker, asked.credits, setup, asked.start, asked.shards))

@@ -13,7 +13,6 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
-import msgspec
 from msgspec import Meta
 from torch._utils import ExceptionWrapper
 
@@ -21,7 +20,7 @@ from asyncloader import errors
 from asyncloader.errors import LoaderError
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import Unsendable, pack
-from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
+from asyncloader.service.protocol.records import Name, pack_record, read_record
 from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType, describe
@@ -206,27 +205,6 @@ def _known(module: Any, name: Any) -> Any:
     # Of the builtins only `Exception`s: a node must not be able to end the trainer with SystemExit.
     kind = getattr(module, name, None) if isinstance(name, str) else None
     return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
-
-
-class _StartHead(msgspec.Struct, array_like=True):
-    kind: int
-    shared_seed: int | None
-    epoch: Count
-
-
-_heads = msgspec.msgpack.Decoder(_StartHead)
-
-
-def epoch_of(start: bytes) -> int:
-    """Return the epoch of a packed `EpochStart`. The rest, which may be a large state, is skipped.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    try:
-        return _heads.decode(start).epoch
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ValueError("broken stream: an epoch's start that cannot be read") from None
 
 
 MSGPACK = MsgpackCodec()

@@ -31,7 +31,7 @@ def session(name: str, batches: int, *connections: ConnectionReading, most: int 
 def reading(clock: float, *sessions: SessionReading, **changes: Any) -> NodeReading:
     figures = {"sessions": 1.0, "lanes": 1.0, "refused": 0.0, "processes": 1.0, "deaths": 0.0}
     usual = NodeReading(
-        1, 1e9 + clock, clock, clock, ["tcp://127.0.0.1:7070"], False, "", {**figures, "tasks": 0.0}, 0, sessions, []
+        1, 1e9 + clock, clock, clock, ["tcp://127.0.0.1:7070"], False, "", {**figures, "tasks": 0.0}, sessions, []
     )
     return usual._replace(**changes)
 
