@@ -23,9 +23,8 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from asyncloader import DataLoader
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement import agent
-from asyncloader.service.placement.agent import AgentNode, AgentSetup
+from asyncloader.service.placement.agent import AgentNode
 from asyncloader.service.placement.engine import Credentials, EngineNode
-from asyncloader.service.placement.scaling import Load
 from tests import script_server
 from tests.helpers.comparing import assert_same
 from tests.service import definitions
@@ -46,7 +45,7 @@ class LocalEngine:
         self._nodes = [self._started() for _ in range(nodes)]
 
     def _started(self) -> AgentNode:
-        return AgentNode(AgentSetup("127.0.0.1", 1, self._credentials))
+        return AgentNode("127.0.0.1", 1, self._credentials)
 
     def __repr__(self) -> str:
         return "LocalEngine()"
@@ -85,16 +84,6 @@ class LocalEngine:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         node.close()
-
-    def drain(self, number: int) -> Load:
-        """Take away a node that is not needed. Returns its load figures."""
-        node = self._nodes.pop(number)
-        for changed in self._watching:
-            changed()
-        node.drain()
-        load = node.load()
-        node.close()
-        return load
 
     def close(self) -> None:
         for node in self._nodes:
@@ -194,27 +183,6 @@ def test_nodes_that_come_and_go(unix: bool) -> None:
             got += islice(batches, 50)
             del batches
         assert_same(got, list(islice(DataLoader[Any](Noise(40_000), shuffle=True, **OPTIONS), len(got))))
-    finally:
-        engine.close()
-
-
-@pytest.mark.usefixtures("forked")
-@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
-def test_a_node_that_is_not_needed(unix: bool) -> None:
-    """It sends its loaders elsewhere, and reports its processes' work: the batches are those of an undisturbed run."""
-    engine = LocalEngine(2, unix=unix)
-    try:
-        with DataLoader[Any](Noise(800, 0.002), shuffle=True, workers=engine, **OPTIONS) as loader:
-            batches = iter(loader)
-            got = [next(batches) for _ in range(30)]
-            load = engine.drain(0)
-            got += batches
-            (stays,) = (node.address for node in engine.nodes())
-            assert at_nodes(loader)[stays] == 4
-        assert load.tasks > 5
-        assert load.busy >= load.tasks * 4 * 0.002
-        assert load.processes == 1
-        assert_same(got, list(DataLoader[Any](Noise(800), shuffle=True, **OPTIONS)))
     finally:
         engine.close()
 

@@ -16,7 +16,7 @@ import pytest
 from asyncloader.integrations.ray import actors
 from asyncloader.integrations.ray.actors import Fleet, FleetOptions
 from asyncloader.service.placement import agent as agents
-from asyncloader.service.placement.agent import AgentNode, AgentSetup
+from asyncloader.service.placement.agent import AgentNode
 from asyncloader.service.placement.engine import Credentials
 from tests.helpers.running import run_async
 
@@ -100,7 +100,7 @@ def run(play: Callable[[Fleet], Coroutine[Any, Any, None]]) -> None:
     """Run `play` with a fleet, and end the fleet's tasks."""
 
     async def live() -> None:
-        fleet = Fleet(FleetOptions(None, 1, {}, None), Credentials(""))
+        fleet = Fleet(FleetOptions(None, 1, {}), Credentials(""))
         try:
             await play(fleet)
         finally:
@@ -210,15 +210,15 @@ def test_whatever_fails_once_is_tried_again(
 
 def test_a_node_that_has_stopped_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The question to it raises an error, so that the engine can start another node."""
-    node = AgentNode(AgentSetup("127.0.0.1", 1, Credentials("token")))
+    node = AgentNode("127.0.0.1", 1, Credentials("token"))
     try:
-        assert node.load().processes == 1
+        node.check()
         os.kill(node.process.pid, signal.SIGSTOP)
         monkeypatch.setattr(agents, "_ANSWER_S", 0.2)
         with pytest.raises(ConnectionError, match="did not answer for 0 seconds, and was ended"):
-            node.load()
+            node.check()
         assert node.process.returncode == -signal.SIGKILL
         with pytest.raises(ConnectionError):
-            node.load()
+            node.check()
     finally:
         node.close()

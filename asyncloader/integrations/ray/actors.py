@@ -21,10 +21,8 @@ from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.bridge import in_thread
-from asyncloader.service.node.server import DRAIN_S
-from asyncloader.service.placement.agent import AgentNode, AgentSetup
+from asyncloader.service.placement.agent import AgentNode
 from asyncloader.service.placement.engine import Credentials
-from asyncloader.service.placement.scaling import Load, Scaling
 
 _log = logging.getLogger("asyncloader")
 _T = TypeVar("_T")
@@ -37,13 +35,11 @@ _MOST_WAIT_S = 30.0
 
 
 class FleetOptions(NamedTuple):
-    """The arguments of `RayWorkers`, and the seconds of lower load after which a node is taken away (`calm_s`)."""
+    """The arguments of `RayWorkers`."""
 
     nodes: int | None
     cpus_per_node: int | None
     resources: dict[str, float]
-    max_nodes: int | None
-    calm_s: float = 300.0
 
 
 class FleetNode(NamedTuple):
@@ -88,7 +84,7 @@ class Agent:
 
     def __init__(self, workers: int, credentials: Credentials) -> None:
         try:
-            self._node = AgentNode(AgentSetup(_ray().util.get_node_ip_address(), workers, credentials))
+            self._node = AgentNode(_ray().util.get_node_ip_address(), workers, credentials)
         except Exception:
             # Not raised: Ray starts an actor again if its process has ended, but not if its constructor has raised.
             # After a second, so that it does not do so all the time.
@@ -110,20 +106,12 @@ class Agent:
         """Have the node serve this pickled definition."""
         self._node.serve(data)
 
-    def load(self) -> Load:
-        """Return the totals of the node's processes."""
-        return self._node.load()
-
-    def drain(self) -> None:
-        """Have the node finish its tasks, and send its loaders elsewhere."""
-        self._node.drain()
-
     def run_until_end(self) -> None:
         """Never return: the caller gets an error when the actor ends."""
         while True:
             time.sleep(_CHECK_S)
             # A node that hangs does not end by itself. `AgentNode` kills a node that does not answer in time.
-            self._node.load()
+            self._node.check()
 
 
 class Fleet:
@@ -145,9 +133,6 @@ class Fleet:
         self._taking: dict[asyncio.Task[None], str] = {}  # tasks that give a further definition to a machine's node
         self._late: dict[str, FleetNode] = {}  # nodes that take long for it, and are not ready until they have it
         self._keeping: dict[str, asyncio.Task[None]] = {}
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        fewest, most = options.nodes or 1, options.max_nodes
-        self._scaling = None if most is None else Scaling(fewest, most, options.calm_s)
         self._ready: dict[str, FleetNode] = {}
         self._changed = asyncio.Event()
         self._looking: asyncio.Task[None] | None = None
@@ -184,7 +169,7 @@ class Fleet:
                 self._ready[machine] = self._late.pop(machine)
                 self._announce()
         except Exception as error:
-            # Else the machine was lost or has left during the wait, and there is nothing to start again.
+            # Else the machine was lost during the wait, and there is nothing to start again.
             if self._agents.get(machine) is agent:
                 _log.warning("the node at machine %s does not take a dataset, and is begun anew: %r", machine, error)
                 # Killed, and not asked again from here: `_keep` notices that, and gives it everything again. A second
@@ -234,8 +219,10 @@ class Fleet:
         # Ray's functions block, and would hold up all loaders' questions.
         alive = await in_thread(partial(_machines, self._options.resources))
         for machine in [each for each in self._agents if each not in alive]:
-            self._drop(machine)
-        wanted = self._options.nodes if self._scaling is None else await self._scale(self._scaling)
+            self._keeping.pop(machine).cancel()
+            self._set_not_ready(machine)
+            del self._agents[machine]
+        wanted = self._options.nodes
         for machine in sorted(alive, key=lambda each: (each not in self._near, -alive[each])):
             if machine in self._agents or (wanted is not None and len(self._agents) >= wanted):
                 continue
@@ -243,54 +230,10 @@ class Fleet:
             if alive[machine] >= workers:
                 self._start_agent(machine, workers)
 
-    async def _scale(self, scaling: Scaling) -> int:
-        """Return the number of nodes that the load needs. Of too many, the last to come leave first."""
-        before, wanted = scaling.wanted, scaling.look(asyncio.get_running_loop().time(), await self._ask_loads())
-        if wanted != before:
-            _log.info("the load wants %d nodes; until now it wanted %d", wanted, before)
-        staying = [machine for machine in self._agents if machine not in self._leaving]
-        for machine in sorted(staying, key=lambda each: each not in self._near)[wanted:]:
-            self._leaving[machine] = _start_task(self._leave(machine))
-        return wanted
-
-    async def _ask_loads(self) -> dict[str, Load]:
-        async def ask(machine: str) -> None:
-            # Ray notices late that a machine is lost. The result then lacks it.
-            with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
-                loads[machine] = await _within(_ANSWER_S, self._agents[machine].load.remote())
-
-        loads: dict[str, Load] = {}
-        await asyncio.gather(*(ask(machine) for machine in self._ready))
-        return loads
-
-    async def _leave(self, machine: str) -> None:
-        """Send the node's loaders elsewhere, then end its agent."""
-        agent = self._agents[machine]
-        # First: no further loader may be sent to a node that drains.
-        self._withdraw(machine)
-        with contextlib.suppress(_ray().exceptions.RayError, TimeoutError):
-            await _within(DRAIN_S + _ANSWER_S, agent.drain.remote())
-        _ray().kill(agent)
-        # Only now: a machine with an agent gets no other, and this agent held the machine's CPUs until it was killed.
-        del self._agents[machine], self._leaving[machine]
-
-    def _withdraw(self, machine: str) -> None:
-        """Send no further loader to the machine's node."""
-        self._keeping.pop(machine).cancel()
-        self._set_not_ready(machine)
-
     def _set_not_ready(self, machine: str) -> None:
         self._late.pop(machine, None)
         if self._ready.pop(machine, None) is not None:
             self._announce()
-
-    def _drop(self, machine: str) -> None:
-        """Forget the agent of a lost machine."""
-        if machine in self._leaving:
-            self._leaving.pop(machine).cancel()
-        else:
-            self._withdraw(machine)
-        del self._agents[machine]
 
     def _start_agent(self, machine: str, workers: int) -> None:
         # Two threads: one is occupied by `run_until_end`.

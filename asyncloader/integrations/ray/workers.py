@@ -47,13 +47,9 @@ class RayWorkers:
             CPUs that are free when the node starts, and at least one.
         resources: Ray's custom resources that each node reserves, which limits the nodes to machines that have them;
             None: none.
-        max_nodes: if given, the number of nodes follows the load: at least `nodes`, then 1 by default, and at most
-            this. Processes should be busy for 80 % of the time. A node is added at once, and taken away when the load
-            was lower for five minutes, after it has finished its work. The load of async datasets is not known: they
-            keep `nodes`. None: the number stays as it is.
 
     Raises:
-        ValueError: a number is below 1, or `max_nodes` below `nodes`.
+        ValueError: a number is below 1.
     """
 
     def __init__(
@@ -62,18 +58,12 @@ class RayWorkers:
         *,
         cpus_per_node: int | None = None,
         resources: Mapping[str, float] | None = None,
-        max_nodes: int | None = None,
     ) -> None:
         if nodes != "auto" and not (type(nodes) is int and nodes >= 1):
             raise ValueError(f"nodes should be 'auto' or a number, at least 1, but got nodes={nodes!r}")
         if cpus_per_node is not None and not (type(cpus_per_node) is int and cpus_per_node >= 1):
             raise ValueError(f"cpus_per_node should be at least 1, but got cpus_per_node={cpus_per_node!r}")
-        fewest = None if nodes == "auto" else nodes
-        if max_nodes is not None and not (type(max_nodes) is int and max_nodes >= (fewest or 1)):
-            raise ValueError(
-                f"max_nodes should be at least {fewest or 1}, as nodes is, but got max_nodes={max_nodes!r}"
-            )
-        self._options = FleetOptions(fewest, cpus_per_node, dict(resources or {}), max_nodes)
+        self._options = FleetOptions(None if nodes == "auto" else nodes, cpus_per_node, dict(resources or {}))
         self._begin(None)
 
     def _begin(self, fleet: Any) -> None:

@@ -1,1 +1,1 @@
-"""Places a service's nodes on machines, and decides how many there should be."""
+"""Places a service's nodes on machines."""
