@@ -220,7 +220,7 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
 
 
 def _serve(flags: dict[str, Any]) -> None:
-    from asyncloader.service.extra import check_extra
+    from asyncloader.service.definition import check_extra
 
     check_extra()
     from asyncloader.commands.terminal import print_line

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import json
 import sys
@@ -245,3 +246,13 @@ def _convert(owner: str, name: str, value: Any, hint: Any) -> Any:
             if type(made) is plain:
                 return made
     raise ValueError(problem)
+
+
+def check_extra() -> None:
+    """Check that the service's modules can be imported.
+
+    Raises:
+        ImportError: a requirement is not installed.
+    """
+    if importlib.util.find_spec("msgspec") is None:
+        raise ImportError("a service needs msgspec, which is not installed: pip install 'asyncloader[service]'")

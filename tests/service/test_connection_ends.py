@@ -93,23 +93,6 @@ def test_a_process_that_can_open_no_more_files(place: str, kind: str, tmp_path: 
         node.kill()  # not asked to exit: without a descriptor left, uvloop's end is a traceback in the process's log
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("place", ["tcp", "unix"])
-def test_a_node_without_files_for_all_workers(place: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Has as many as it has files for, which do the tasks of all; the log says it once."""
-    options: dict[str, Any] = {**OPTIONS, "num_workers": 64}
-    with (
-        serving(tmp_path, ["numbers"], "--open", "numbers", within=FEWER_FILES, workers=1) as node,
-        DataLoader[Any](definitions.numbers(400), **options, workers=getattr(node, place)) as loader,
-    ):
-        got = [list(loader) for _ in range(2)]
-    with DataLoader[Any](definitions.numbers(400), batch_size=4, seed=5) as local:
-        assert_same(got, [list(local) for _ in range(2)])
-    said = [text for record in caplog.records if " of the 64 workers do all tasks" in (text := record.getMessage())]
-    assert len(said) == 1
-    assert "ulimit -n" in said[0]
-
-
 async def test_a_node_that_can_open_no_more_files() -> None:
     """It says so to the loader, which may find another node, and asks again."""
     node: Any = Node([], 1)

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from asyncloader.bridge import in_thread
-from asyncloader.service.definition import FUNCTIONS, Defined
-from asyncloader.service.extra import check_extra
+from asyncloader.service.definition import FUNCTIONS, Defined, check_extra
 from asyncloader.service.pickled import PickledDefinition, pickle_definition
 from asyncloader.workers.source import THREADS
 
@@ -46,8 +45,6 @@ class RemoteDataset:
         self.info = info
         self.catalog: Catalog | None = None
         """If the loader assigns its shards: the catalog of the newest plan."""
-        self.told_full = False
-        """Whether the log says that the nodes have fewer workers than the loader has."""
         # The loader looks for these two attributes to know whether a dataset has a state. With assigned shards it keeps
         # the position itself.
         if info.stateful and info.shuffle is None:

@@ -32,8 +32,7 @@ from asyncloader.service.client.connect import (
     ask_stacks,
     on_any_node,
 )
-from asyncloader.service.client.node_choice import node_order, to_move
-from asyncloader.service.client.node_health import NodeHealth
+from asyncloader.service.client.node_health import NodeHealth, node_order, to_move
 from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
@@ -63,10 +62,6 @@ _ROUND_TRIPS_S = 2.0
 """Seconds that a node may take to answer, besides the time of its processes."""
 
 
-class _Full(Exception):
-    """No node has room for one more worker of this loader, which has some."""
-
-
 class ServiceWorkers:
     """The workers of one loader at a service. See `WorkerSource`.
 
@@ -94,9 +89,6 @@ class ServiceWorkers:
         self._delivered = 0.0  # when it last found more of them
         # Several threads connect at a time, while the loop's thread notes the ends of workers.
         self._lock = threading.Lock()
-        self._places = 1  # nodes, as of the last search
-        self._absent: set[int] = set()  # workers for which the nodes had no room at the start
-        self._room = threading.Event()  # set when a node may have room since, and at the end
 
     def obstacle(self) -> str:
         """Return "": the nodes' definition does not change, so workers can be replaced."""
@@ -116,58 +108,28 @@ class ServiceWorkers:
             return
         with ThreadPoolExecutor(min(_MOST_THREADS, len(wanted)), "asyncloader-connect") as threads:
             # The block ends when all threads have ended: beside an error, each open connection is among the results.
-            futures = [threads.submit(self._connect, worker, setup, first=True) for worker in wanted]
+            futures = [threads.submit(self._connect, worker, setup) for worker in wanted]
         failed = [error for future in futures if (error := future.exception()) is not None]
-        full = [error for error in failed if isinstance(error, _Full)]
         made = [future.result() for future in futures if future.exception() is None]
         # With an error, or if the pool closes the generator early, the workers that it did not get are released.
         try:
-            if len(full) < len(failed):
-                raise next(error for error in failed if not isinstance(error, _Full))
-            if full:
-                there = len(made)
-                self._absent.update(worker for worker, each in zip(wanted, futures, strict=True) if each.exception())
-                # In order: the pool has its workers by their numbers.
-                made = [
-                    _Absent(worker) if worker in self._absent else each.result()
-                    for worker, each in zip(wanted, futures, strict=True)
-                ]
-                if not self._dataset.told_full:
-                    self._dataset.told_full = True
-                    _log.warning("%d of the %d workers do all tasks: %s", there, len(wanted), full[0])
+            if failed:
+                raise failed[0]
             while made:
                 yield made.pop(0)
         finally:
             for worker in made:
                 worker.release()
 
-    def _connect(self, worker: int, setup: WorkerSetup, *, first: bool = False) -> RemoteWorker:
-        while worker in self._absent and not self._closed.is_set():
-            self._room.wait()
-            if not self._closed.is_set():
-                self._room.clear()
-            with contextlib.suppress(_Full):
-                made = self._search(worker, setup, dispensable=True)
-                self._absent.discard(worker)
-                return made
-        return self._search(worker, setup, dispensable=first)
-
-    def _search(self, worker: int, setup: WorkerSetup, *, dispensable: bool) -> RemoteWorker:
-        refusals = 0
-
-        def use(node: NodeConnection) -> RemoteWorker:
-            nonlocal refusals
-            try:
-                return self._open(node, worker, setup)
-            except Unreachable as error:
-                refusals += not error.final
-                # Tasks of a map dataset may go to any worker, so the others can do without this worker.
-                if dispensable and not setup.iterable and self._made and refusals >= self._places:
-                    raise _Full(f"{node.address}: {error}") from None
-                raise
-
+    def _connect(self, worker: int, setup: WorkerSetup) -> RemoteWorker:
         return on_any_node(
-            self._service, self._defined, use, self._order, self._closed, self._refused, self._delivered_at
+            self._service,
+            self._defined,
+            lambda node: self._open(node, worker, setup),
+            self._order,
+            self._closed,
+            self._refused,
+            self._delivered_at,
         )
 
     def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
@@ -177,7 +139,6 @@ class ServiceWorkers:
             ServiceUnavailable: for `Service.wait` seconds connections were made, and none delivered.
         """
         now = monotonic()
-        self._places = len(addresses)
         with self._lock:
             # Threads that connect at the same time count no workers yet; each begins at another node.
             turn = self._next
@@ -212,7 +173,6 @@ class ServiceWorkers:
 
     def _ended(self, worker: RemoteWorker, why: str) -> None:
         """Note that a worker has ended. `why` is empty if its task or this loader was the cause."""
-        self._room.set()
         with self._lock:
             every = self._every_answer()
             if not worker.counted:
@@ -243,12 +203,7 @@ class ServiceWorkers:
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
         """Call `changed` when nodes have come or gone. Returns a function that ends this."""
-
-        def has_room() -> None:
-            self._room.set()
-            changed()
-
-        return self._service.watch(has_room)
+        return self._service.watch(changed)
 
     def rebalance(self, workers: Sequence[RemoteWorker]) -> None:
         """Have workers leave for nodes that have come."""
@@ -292,7 +247,6 @@ class ServiceWorkers:
     def close(self) -> None:
         """Let threads that look for a node stop."""
         self._closed.set()
-        self._room.set()
 
 
 _live: LiveObjects[RemoteWorker] = LiveObjects()
@@ -488,21 +442,3 @@ class RemoteWorker(Watched):
 
     def __repr__(self) -> str:
         return f"<RemoteWorker {self.worker_id} at {self.node}>"
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing when an absent worker has ended."""
-
-
-class _Absent(RemoteWorker):
-    """A worker for which no node had room: it is lost from the beginning, and its tasks go to the others."""
-
-    def __init__(self, worker_id: int) -> None:
-        ours, theirs = socket.socketpair()
-        theirs.close()
-        super().__init__(worker_id, 0, "no node", Link(ours), _nothing)
-
-    def death(self) -> WorkerDied:
-        """Return an error without a reason: the log has it, once for all such workers."""
-        self.lost = True
-        return WorkerDied(self.worker_id, 0, None)

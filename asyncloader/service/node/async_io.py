@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
-from asyncloader.service.protocol.dead_peers import end_when_dead
 
 _SIGN_OF_LIFE_S = 5.0
 _CLOSES_S = 3.0  # for a peer to close a connection that was refused
@@ -54,7 +53,6 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     if tls is None:
-        end_when_dead(sock)
         return sock
     secured = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
     # `wrap_socket` has detached `sock`: only `secured` can close the descriptor from here on.
@@ -67,7 +65,6 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
     except BaseException:
         secured.close()
         raise
-    end_when_dead(secured)
     return secured
 
 

@@ -17,15 +17,19 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made
-from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import Catalog, with_shard_check, with_streams_plan
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.fetch.assignment_client import assigns_shards
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
+from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.fetch.dataset_streams import count_streams
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
@@ -246,3 +250,31 @@ class ConnectionSetup(NamedTuple):
             collate_fn=collate_fn or self.opening.setup.collate_fn,
             seeded=seeded._replace(seed_collate=collate_fn is not None),
         )
+
+
+def dataset_info_of(dataset: Any) -> DatasetInfo:
+    """Look at a dataset: its kind and length are the only things of it that a loader plans an epoch with."""
+    iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
+    problem, number = "", None
+    if iterable:
+        try:
+            number = count_streams(dataset)
+        except Exception as error:  # that of the user's attribute, too
+            problem = f"{error}"
+    if assigns_shards(dataset):  # its length would cost a look into each of its shards
+        buffer, streams = getattr(dataset, "shuffle_buffer", 0), getattr(dataset, "streams", None)
+        fixed = streams, streams is not None and bool(getattr(dataset, "shuffle_shards", False))
+        return DatasetInfo(True, None, True, is_stateful(dataset), buffer, problem, *fixed)
+    try:
+        length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
+    except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
+        length = None
+    if hasattr(type(dataset), "fixed_streams"):  # a Mixture
+        problem = (
+            f"a service cannot read a {type(dataset).__name__}, whose order the loader computes from its parts: leave "
+            "out workers=, so that workers of the trainer's machine read it"
+        )
+    elif not iterable and length is None:
+        problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
+    asynchronous, stateful = is_async_dataset(dataset), is_stateful(dataset)
+    return DatasetInfo(iterable, length, asynchronous, stateful, None, problem, loader_streams=number)

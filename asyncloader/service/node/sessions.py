@@ -1,6 +1,6 @@
-"""Describes the loaders that read from a node: their memory, their connections, and the batches sent to them. Pure.
+"""The loaders that read from a node: their memory, which is bounded, their connections, and the batches sent to them.
 
-Data path: beside worker_connections.
+Data path: beside worker_connections. Pure.
 """
 
 from __future__ import annotations
@@ -8,11 +8,107 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.errors import RingMemoryError
 
 _FREE_FILES = 32  # for handshakes
+_REASON = "half of the memory that the node had when it began, the most for one loader"
+_ADVICE = "Use smaller batches, fewer workers or a smaller prefetch_factor, or give the node more memory."
+
+
+class MemoryQuota:
+    """The memory of one loader at a node, over all of its worker connections.
+
+    Rings live as long as their connections: a ring that does not fit is refused. *Unsent* bytes (batches that fit no
+    slot, descriptions, errors) go as the loader reads. Their number is not known before they are made, so they may
+    exceed the limit: then the quota is `full`, and the connections give their processes no tasks until enough was sent.
+
+    Args:
+        name: the name that the loader gave itself.
+        most_bytes: bytes that it may have, at most; None: no limit.
+    """
+
+    def __init__(self, name: str, most_bytes: int | None) -> None:
+        self.name = name
+        self.connections = 0
+        self._most = most_bytes
+        self._rings = 0
+        self._unsent = 0
+        self._waiting: dict[Callable[[], None], None] = {}
+
+    def room(self, held: int) -> int | None:
+        """Return how many bytes a ring may have that replaces one of `held` bytes, so that the rings of all connections
+        fit; None: any number.
+        """
+        if self._most is None:
+            return None
+        return min(self._most // max(1, self.connections), self._most - self._rings + held)
+
+    def hold(self, nbytes: int) -> None:
+        """Count a change of the rings' bytes.
+
+        Raises:
+            RingMemoryError: the rings would take more than the limit. Nothing is counted.
+        """
+        # Compared without the unsent bytes: rings alone never make the quota full, which therefore ends as the loader
+        # reads.
+        if nbytes > 0 and self._most is not None and self._rings + nbytes > self._most:
+            raise RingMemoryError(self._rings + nbytes, self._most, _REASON, _ADVICE)
+        self._change(nbytes, 0)
+
+    def check(self, nbytes: int) -> None:
+        """Check a batch that is in no ring.
+
+        Raises:
+            RingMemoryError: the batch alone takes more than the limit.
+        """
+        if self._most is not None and nbytes > self._most:
+            raise RingMemoryError(nbytes, self._most, _REASON, _ADVICE)
+
+    def count(self, nbytes: int) -> None:
+        """Count a change of the unsent bytes. Calls the functions that wait, if the quota is no longer full."""
+        self._change(0, nbytes)
+
+    def _change(self, rings: int, unsent: int) -> None:
+        was_full = self.full
+        self._rings += rings
+        self._unsent += unsent
+        if was_full and not self.full:
+            # Replaced before the calls: a function may find the quota full once more, and wait again.
+            waiting, self._waiting = self._waiting, {}
+            for resume in waiting:
+                resume()
+
+    @property
+    def ring_bytes(self) -> int:
+        """Size of the loader's rings."""
+        return self._rings
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of messages that it has not read yet."""
+        return self._unsent
+
+    @property
+    def most_bytes(self) -> int | None:
+        """Bytes that it may have, at most; None: no limit."""
+        return self._most
+
+    @property
+    def full(self) -> bool:
+        """Whether the loader has more than the limit."""
+        return self._most is not None and self._rings + self._unsent > self._most
+
+    def wait(self, resume: Callable[[], None]) -> None:
+        """Call this, once, when the quota is no longer full. It must not raise."""
+        # A dictionary as an ordered set: connections are called in the order in which they began to wait.
+        self._waiting[resume] = None
+
+    def leave(self, resume: Callable[[], None]) -> None:
+        """Do not call this any more."""
+        self._waiting.pop(resume, None)
 
 
 class CountedConnection(Protocol):

@@ -22,7 +22,7 @@ from functools import partial
 from time import perf_counter
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.sessions import MemoryQuota
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
 from asyncloader.service.protocol.records import DeathReport, pack_record

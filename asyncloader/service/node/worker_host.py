@@ -24,13 +24,13 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.service.definition import Defined, Made, load_definition
-from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
     ConnectionLoop,
     ConnectionOpening,
     ConnectionSetup,
     HostedConnection,
+    dataset_info_of,
 )
 from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol.msgpack_codec import MSGPACK

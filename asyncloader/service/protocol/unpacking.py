@@ -12,22 +12,21 @@ import dataclasses
 import inspect
 import math
 import operator
-import re
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
+from msgspec import Meta
 from msgspec.msgpack import Ext
 
 from asyncloader.packing.windows import Window
 from asyncloader.service.protocol.batch_types import REGISTERED, name_of
 from asyncloader.service.protocol.msgpack_values import (
     ALL_DTYPES,
-    ARRAY_KINDS,
     BYTES,
     DEPTH,
     DTYPE_NAMES,
@@ -49,7 +48,17 @@ _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
 _SAME_HASH = 16  # keys of a dictionary that may have the same hash
 _MOST_DIGITS = 1 << 20  # of an integer, hexadecimal, which takes linear time to read; decimal digits would not
 _MOST_NAME = 300
-_ARRAY_DTYPE = re.compile(r"[<>|=]?(?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA-Zμ]{1,2}(?:/[0-9]{1,9})?\])?)")
+_Digits = Annotated[str, Meta(max_length=_MOST_DIGITS, pattern=r"^-?0x[0-9a-f]+\Z")]
+# numpy's own parser also accepts structures such as "i4,i4", nested, and may take long.
+_ArrayDtype = Annotated[
+    str,
+    Meta(
+        max_length=40,
+        pattern=r"^[<>|=]?(?:[biufcSU][0-9]{1,9}|[mM]8(?:\[[0-9]{0,9}[a-zA-Zμ]{1,2}(?:/[0-9]{1,9})?\])?)\Z",
+    ),
+]
+_Shape = Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=64)]
+_Signed = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 _SCALARS = frozenset([type(None), bool, int, float, str])
 # The dtypes of batches, and no others: a tensor of a quantized dtype that is made of bytes has no quantizer, and
 # printing or comparing it is a segmentation fault.
@@ -164,7 +173,12 @@ class _Builder:
                 values = [each if type(each) in _SCALARS else self.value(each, depth) for each in values]
             if tag == _LIST:
                 return values
-            return tuple(values) if tag == _TUPLE else _BUILD[tag](self, values)
+            if tag == _TUPLE:
+                return tuple(values)
+            if tag in _FIELDS:
+                fields, make = _FIELDS[tag]
+                return make(*msgspec.convert(values, fields))
+            return _BUILD[tag](self, values)
         except (_Broken, _Unregistered):
             raise
         except Exception as error:  # too few values, or a constructor raises: any type of error is possible
@@ -180,15 +194,12 @@ class _Builder:
         leaf: Any = self._leaves[number]
         if len(tree) == 2:
             return leaf
-        _, _, what, name, shape, order = tree
-        if what != "array" or type(shape) is not list or order not in ("C", "F"):
-            raise _Broken("a leaf of no known kind")
-        dtype = _array_dtype(name)
+        _, name, shape, order = msgspec.convert(tree[2:], _ARRAY_LEAF)
         nbytes = leaf.nbytes if self._dry else memoryview(leaf).nbytes
         if nbytes is None:
             raise _Broken("a tensor in an array's place")
-        checked = _shape(shape, dtype.itemsize, nbytes)
-        return WireLeaf(nbytes) if self._dry else np.ndarray(checked, dtype, leaf, order=order)
+        dtype = _checked_dtype(np.dtype(name), shape, nbytes)
+        return WireLeaf(nbytes) if self._dry else np.ndarray(shape, dtype, leaf, order=order)
 
     # ------------------------------------------------------------------------------------------ containers
 
@@ -240,7 +251,8 @@ class _Builder:
         )
         if layout is None or len(parts) != len(sparse_part_names(layout)) or type(coalesced) is not bool or not dense:
             raise _Broken("a sparse tensor that cannot be read")
-        checked = _dimensions(shape)
+        checked = msgspec.convert(shape, _Shape)
+        _number_of(checked)
         if self._dry:
             return WireLeaf(None)
         special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
@@ -314,89 +326,52 @@ def _is_key(value: Any) -> bool:
 _KEYS = frozenset([*_SCALARS, bytes, complex, torch.dtype])
 
 
-def _array_dtype(name: Any) -> np.dtype[Any]:
-    # numpy's own parser also accepts structures such as "i4,i4", nested, and may take long.
-    dtype = np.dtype(name) if type(name) is str and len(name) < 40 and _ARRAY_DTYPE.fullmatch(name) else None
-    if dtype is None or dtype.kind not in ARRAY_KINDS:
-        raise _Broken("an array of a dtype that is none")
-    return dtype
-
-
-def _dimensions(shape: Any) -> tuple[int, ...]:
-    if (
-        type(shape) not in (tuple, list)
-        or len(shape) > 64
-        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in shape)
-    ):
-        raise _Broken("a shape that is none")
+def _number_of(shape: tuple[int, ...]) -> int:
+    """Return the number of a shape's elements. Raises ValueError if its strides may overflow."""
     # Without the zeros: the strides of an empty tensor are products of its other sizes, and must not overflow either.
     if math.prod(n for n in shape if n) >= 1 << 62:
         raise _Broken("a shape that is too large")
-    return tuple(shape)
+    return math.prod(shape)
 
 
-def _shape(shape: Any, itemsize: int, nbytes: int) -> tuple[int, ...]:
-    checked = _dimensions(shape)
+def _checked_dtype(dtype: Any, shape: tuple[int, ...], nbytes: int) -> Any:
+    """Return the dtype, if an array of this shape has this number of bytes."""
     # An element of dtype "U0" or "S0" has no bytes, so the bytes do not bound their number: at most one is accepted.
-    if math.prod(checked) * itemsize != nbytes or (not itemsize and math.prod(checked) > 1):
-        raise _Broken(f"an array of shape {checked[:8]} in {nbytes} bytes")
-    return checked
+    number = _number_of(shape)
+    if number * dtype.itemsize != nbytes or (not dtype.itemsize and number > 1):
+        raise _Broken(f"an array of shape {shape[:8]} in {nbytes} bytes")
+    return dtype
 
 
-def _array(name: Any, shape: Any, data: Any) -> np.ndarray[Any, Any]:
-    dtype = _array_dtype(name)
-    checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
+def _array(name: str, shape: tuple[int, ...], data: bytes) -> np.ndarray[Any, Any]:
     # A `bytearray`, because an array over bytes would be read-only.
-    return np.ndarray(checked, dtype, bytearray(data))
+    return np.ndarray(shape, _checked_dtype(np.dtype(name), shape, len(data)), bytearray(data))
 
 
-def _tensor(name: Any, shape: Any, data: Any) -> torch.Tensor:
-    dtype = _TENSOR_DTYPES.get(name) if type(name) is str else None
-    if dtype is None:
-        raise _Broken("a tensor of a dtype that batches do not have")
-    checked = _shape(shape, dtype.itemsize, len(_checked_bytes(data)))
+def _tensor(name: str, shape: tuple[int, ...], data: bytes) -> torch.Tensor:
+    dtype = _checked_dtype(_TENSOR_DTYPES[name], shape, len(data))
     if not data:  # `frombuffer` refuses an empty buffer
-        return torch.empty(checked, dtype=dtype, device="cpu")
-    return torch.frombuffer(bytearray(data), dtype=dtype).view(checked)
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
 
 
-def _checked_bytes(data: Any) -> bytes:
-    if type(data) is not bytes:
-        raise _Broken("no bytes where bytes are due")
-    return data
-
-
-def _big(text: Any) -> int:
-    if type(text) is not str or len(text) > _MOST_DIGITS or not re.fullmatch("-?0x[0-9a-f]+", text):
-        raise _Broken("an integer that cannot be read")
-    return int(text, 16)
-
-
-def _complex(real: Any, imaginary: Any) -> complex:
-    if type(real) is not float or type(imaginary) is not float:
-        raise _Broken("a complex number that cannot be read")
-    return complex(real, imaginary)
-
-
-def _size(sizes: list[Any]) -> torch.Size:
-    if any(type(n) is not int or not -(1 << 63) <= n < 1 << 63 for n in sizes):
-        raise _Broken("a size that cannot be read")
-    return torch.Size(sizes)
-
-
+_ARRAY_LEAF = tuple[Literal["array"], _ArrayDtype, _Shape, Literal["C", "F"]]
 _BUILD: dict[int, Callable[[_Builder, list[Any]], Any]] = {
     Kind.DICT: _Builder.dictionary,
     Kind.ORDERED: lambda builder, values: OrderedDict(builder.dictionary(values)),
     Kind.SET: lambda builder, values: set(builder.elements(values)),
     Kind.FROZENSET: lambda builder, values: frozenset(builder.elements(values)),
-    Kind.BIG: lambda _, values: _big(*values),
-    Kind.COMPLEX: lambda _, values: _complex(*values),
-    Kind.BYTEARRAY: lambda _, values: bytearray(_checked_bytes(*values)),
     Kind.NAMED: _Builder.named,
-    Kind.SCALAR: lambda _, values: _array(*values)[()],
-    Kind.ARRAY: lambda _, values: _array(*values),
-    Kind.TENSOR: lambda _, values: _tensor(*values),
-    Kind.SIZE: lambda _, values: _size(values),
-    Kind.DTYPE: lambda _, values: ALL_DTYPES[values[0] if type(values[0]) is str else ""],
     Kind.SPARSE: _Builder.sparse,
 }
+_FIELDS: dict[int, tuple[Any, Callable[..., Any]]] = {
+    Kind.BIG: (tuple[_Digits], lambda digits: int(digits, 16)),
+    Kind.COMPLEX: (tuple[float, float], complex),
+    Kind.BYTEARRAY: (tuple[bytes], bytearray),
+    Kind.SCALAR: (tuple[_ArrayDtype, _Shape, bytes], lambda *parts: _array(*parts)[()]),
+    Kind.ARRAY: (tuple[_ArrayDtype, _Shape, bytes], _array),
+    Kind.TENSOR: (tuple[str, _Shape, bytes], _tensor),
+    Kind.SIZE: (tuple[_Signed, ...], lambda *sizes: torch.Size(sizes)),
+    Kind.DTYPE: (tuple[str], ALL_DTYPES.__getitem__),
+}
+"""The types of the values of a kind, and the function that makes its object of them."""

@@ -10,7 +10,7 @@ from typing import Self
 
 import pytest
 
-from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.sessions import MemoryQuota
 from asyncloader.service.node.worker_connections import _MOST_QUEUED, RelayedConnection
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message

@@ -17,12 +17,12 @@ from torch.utils.data._utils import worker as torch_worker
 from asyncloader import Mixture, RemoteIterableDataset
 from asyncloader.service.definition import Made
 from asyncloader.service.node import worker_host
-from asyncloader.service.node.dataset_info import dataset_info_of
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
     ConnectionLoop,
     ConnectionSetup,
     HostedConnection,
+    dataset_info_of,
 )
 from asyncloader.service.node.worker_host import _CurrentInfo, _Host
 from asyncloader.service.protocol.msgpack_codec import MSGPACK

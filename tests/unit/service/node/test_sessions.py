@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.service.node.memory_quota import MemoryQuota
+from asyncloader.service.node.sessions import MemoryQuota
 
 
 def test_what_is_unsent_makes_it_full() -> None:
