@@ -107,21 +107,6 @@ def test_a_node_that_is_replaced_between_epochs(expected: list[Any], tmp_path: P
         assert_same(list(loader), expected)
 
 
-@pytest.mark.parametrize("turns", [1, 3])
-def test_connections_that_are_reset(turns: int, node: NodeProcess, expected: list[Any]) -> None:
-    """However often the network resets them, the batches are the same."""
-    with (
-        proxied(node.tcp) as proxy,
-        DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=proxy.address) as loader,
-    ):
-        got = []
-        for batch in loader:
-            got.append(batch)
-            if len(got) in range(10, 10 + 40 * turns, 40):
-                proxy.reset()
-        assert_same(got, expected)
-
-
 @pytest.mark.parametrize("silent", ["to_node", "to_loader", "both"])
 def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: list[Any]) -> None:
     """It drops bytes in one direction or both without an error: within seconds the loader uses another node."""
@@ -338,22 +323,6 @@ def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyP
 def test_a_service_without_the_token(node: NodeProcess) -> None:
     """A loader that was given a token does not use a node that cannot prove that it has it."""
     assert "cannot prove that it is the right service" in refused(Service(node.tcp, token="correct horse"))
-
-
-@pytest.mark.thorough
-def test_certificates(tmp_path: Path) -> None:
-    """Each side checks the other's: an unknown authority, a missing certificate and a plain connection are refused."""
-    files, others = make_authority(tmp_path), make_authority(tmp_path, "other")
-    tls = ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"], "--tls-ca", files["ca"]]
-    mine: dict[str, Any] = {"tls_cert": files["loader_cert"], "tls_key": files["loader_key"]}
-    theirs: dict[str, Any] = {"tls_cert": others["loader_cert"], "tls_key": others["loader_key"]}
-    with serving(tmp_path, ["numbers"], "--open", "numbers", *tls, listen=["127.0.0.1:0"]) as node:
-        good = Service(node.tcp, tls_ca=files["ca"], **mine)
-        assert len(DataLoader[Any](numbers(), **OPTIONS, workers=good)) == LENGTH // 2
-        assert "certificate verify failed" in refused(Service(node.tcp, tls_ca=others["ca"], wait=1, **mine))
-        for wrong in ({}, theirs):
-            refused(Service(node.tcp, tls_ca=files["ca"], wait=1, **wrong))
-        refused(Service(node.tcp, wait=1))
 
 
 def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,25 +94,6 @@ def test_arguments_of_a_loader_s(tmp_path: Path) -> None:
             assert len(list(loader)) == 20
 
 
-async def test_what_nobody_wants_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once no loader asks for it, a dataset with a loader's arguments that cannot be built occupies no process."""
-    monkeypatch.setattr(worker_processes, "_UNWANTED_S", 0.0)
-    setup = HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path / "disk")})
-    unused: Any = None
-    host = HostProcesses(setup, 2, lasting=False)
-    host.start()
-    try:
-        with host.in_use(), pytest.raises(NotMade, match="no disk"):
-            await host.dataset_info()
-        while not host.given_up:
-            await host._news.wait()
-        with pytest.raises(NotMade, match="no disk"):
-            await host.open(unused, unused, lambda *_: pytest.fail("a worker connection in no process"))
-        assert host.idle
-    finally:
-        await host.close()
-
-
 async def test_a_connection_begins_with_the_info_of_its_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process compares that info with its own dataset: the node's newest info may be of a later process."""
     host = HostProcesses(HostSetup("tests.service.definitions:on_disk", {"root": str(tmp_path)}), 1)

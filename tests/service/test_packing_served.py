@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, PackedLoader, PackingSampler
+from asyncloader import DataLoader, PackedLoader, PackingSampler
 from asyncloader.packing.bin_packing import Strategy
 from tests.helpers.comparing import assert_same
-from tests.helpers.running import run_async
 from tests.service import packing_definitions as definitions
 from tests.service.serving import NodeProcess, serving
 
@@ -102,48 +101,3 @@ def test_windows(kind: str, places: str, folder: Path, node: NodeProcess) -> Non
             state = rows.state_dict()
     assert len(found) > 30
     assert_same(found, expected)
-
-
-def test_windows_of_an_async_loader(folder: Path, node: NodeProcess) -> None:
-    """The same rows."""
-
-    async def read(**options: Any) -> list[Any]:
-        loader = AsyncDataLoader[Any](
-            definitions.window_shards(str(folder)), batch_size=40, seed=1, num_workers=2, **options
-        )
-        async with loader:
-            return [row async for row in PackedLoader(loader)]
-
-    assert_same(run_async(read(workers=node.tcp)), run_async(read()))
-
-
-@pytest.mark.parametrize("kind", ["planned", "map", "shards"])
-def test_a_node_that_dies(kind: str, tmp_path: Path, folder: Path, node: NodeProcess) -> None:
-    """In the middle of an epoch: the other node reads the rest, and no token is lost, doubled or packed otherwise."""
-
-    def make(**options: Any) -> Any:
-        return planned("best_fit_wrap", **options) if kind == "planned" else packed(kind, folder, **options)
-
-    local = make()
-    with local if kind == "planned" else local.loader:
-        expected = list(local)
-    with serving(tmp_path, NAMES, *(f"--open={name}" for name in NAMES), module=MODULE) as dying:
-        rows = make(workers=f"{dying.tcp},{node.tcp}")
-        with rows if kind == "planned" else rows.loader:
-            iterator = iter(rows)
-            found = list(islice(iterator, 4))
-            dying.kill()
-            found += iterator
-    assert_same(found, expected)
-
-
-def test_errors_of_a_sequence(node: NodeProcess) -> None:
-    """A sequence that cannot be joined is an error of its window, with the same text as of a local worker."""
-    texts = []
-    for workers in (None, node.tcp):
-        defined = definitions.windows(max_tokens=30)
-        with DataLoader[Any](defined, batch_size=40, seed=1, num_workers=1, workers=workers) as loader:
-            with pytest.raises(ValueError, match="which is more than max_tokens=30") as raised:
-                list(PackedLoader(loader))
-            texts.append(str(raised.value).splitlines()[-1])
-    assert texts[0] == texts[1]

@@ -138,9 +138,6 @@ class Node:
     def _host(self, served: Served, arguments: Mapping[str, Any], *, threads: bool = False) -> HostProcesses:
         key = (*dataset_key(served.target, arguments), threads)
         host = self._hosts.get(key)
-        if host is not None and host.given_up:  # a loader asks again
-            self._drop(key)
-            host = None
         if host is None:
             if served.open and len(self._hosts) >= self._most_hosts:
                 self._make_room()

@@ -48,8 +48,6 @@ _ALL_BEGUN_S = 60.0
 """Seconds that the first loaders wait until all processes have their dataset, once one has."""
 _NONE_READY_S = 20.0
 """Seconds that a connection waits for a process: less than a loader waits for an answer."""
-_UNWANTED_S = 60.0
-"""Seconds without a loader after which a dataset of the loaders' choice that cannot be made is given up."""
 _FAILURES_PER_MINUTE = 6  # that are logged
 _FAILED_S = 60.0
 """Seconds in which a process gets no connections after one ended at no task, if there are other processes."""
@@ -117,7 +115,7 @@ class HostProcesses:
     Args:
         setup: their main function.
         number: of processes.
-        lasting: whether they are started however often the dataset cannot be made, even if no loader asks for it.
+        lasting: whether they are kept for the life of the node, as their arguments are not a loader's choice.
     """
 
     def __init__(self, setup: HostSetup, number: int, *, lasting: bool = True) -> None:
@@ -141,17 +139,13 @@ class HostProcesses:
         self._news = asyncio.Event()  # set, and replaced by another, whenever a process has begun or failed
         self._begun: set[int] = set()  # processes that have had their dataset, or have failed, at least once
         self._waited_for_all = False
-        self._asked = 0.0  # the time at which a loader last asked for the dataset
         self._closing = asyncio.Event()
         self.problem = ""
         """Why no process has the dataset: the newest failure, as one line; empty while one has, or may yet."""
-        self.given_up = False
-        """No process runs, and none is started any more: no loader asked for `_UNWANTED_S`."""
 
     def start(self) -> None:
         """Start the processes, without waiting for them. Call it in the node's loop."""
         self._loop = asyncio.get_running_loop()
-        self._asked = self._loop.time()
         for number in range(self.number):
             self._keep(number)
 
@@ -169,8 +163,6 @@ class HostProcesses:
         Raises:
             NotMade: at the moment it cannot be made.
         """
-        assert self._loop is not None
-        self._asked = self._loop.time()
         return await self._dataset_info(tries=1)
 
     async def _dataset_info(self, tries: int) -> DatasetInfo:
@@ -260,7 +252,7 @@ class HostProcesses:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause):
                 await self._closing.wait()  # a pause that `close` ends early
-        if self._closing.is_set() or self.given_up:
+        if self._closing.is_set():
             return
         # In a thread: the fork server may have to be started first, and connections must go on.
         try:
@@ -269,7 +261,7 @@ class HostProcesses:
             why = f"{type(error).__name__}: {error}"
             self._start_later(number, f"{self.setup.target}: its process cannot be started: {why}", pause)
             return
-        if self._closing.is_set() or self.given_up:  # in the time that the start took
+        if self._closing.is_set():  # in the time that the start took
             await in_thread(partial(shutdown.run, [process]))
             return
         made = self._processes[number] = _Process(process)
@@ -337,10 +329,7 @@ class HostProcesses:
             self.problem = line_of(problem, MOST_PROBLEM)
         self._begins(number)
         now = self._loop.time()
-        # A loader chose the arguments, and may have chosen some with which the dataset can never be made.
-        if not self.lasting and self.idle and not self._processes and now - self._asked > _UNWANTED_S:
-            self.given_up = True
-        if self.given_up or self._closing.is_set():
+        if self._closing.is_set():
             return
         if self._logged.admits(now):
             text = (
