@@ -13,6 +13,7 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -69,10 +70,11 @@ class Unreachable(Exception):
         self.final = final
 
 
+@dataclass(frozen=True)
 class NodeConnection:
     """A connection whose handshake is over.
 
-    Args:
+    Attributes:
         address: the node's address.
         link: the connection.
         info: the kind and length of the node's dataset.
@@ -80,18 +82,15 @@ class NodeConnection:
         closed: set once the loader does not wait any more.
     """
 
-    def __init__(
-        self, address: str, link: Link, info: DatasetInfo, wait: float, closed: threading.Event | None
-    ) -> None:
-        self.address = address
-        self.link = link
-        self.info = info
-        self._wait = wait
-        self._closed = closed
+    address: str
+    link: Link
+    info: DatasetInfo
+    wait: float
+    closed: threading.Event | None
 
     def answer(self, kind: int) -> bytes:
         """Wait for an answer that may take the node a while. See `answer_of`."""
-        return answer_of(self.link, kind, busy=self._wait, closed=self._closed)
+        return answer_of(self.link, kind, busy=self.wait, closed=self.closed)
 
 
 def _places(address: str) -> list[tuple[str, Any]]:

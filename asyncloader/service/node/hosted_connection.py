@@ -14,6 +14,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.errors import StateError
 from asyncloader.service.definition import Defined, Made
+from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
-from asyncloader.service.protocol.shard_plan import Catalog, with_shard_check, with_streams_plan
+from asyncloader.service.protocol.shard_plan import with_shard_check
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.assignment_client import assigns_shards
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
@@ -49,20 +51,12 @@ class ConnectionOpening(NamedTuple):
 
     Attributes:
         number: the node's number for the connection, from 1.
-        loader: the name that the loader gave itself.
-        worker: the worker's number among the loader's workers.
-        setup: the loader's options, without dataset and functions.
-        catalog: the shards, if the loader assigns them; else None.
-        start: an `EpochStart`, packed by the loader and not read by the node.
+        asked: the loader's request.
         info: the dataset's kind and length that the node gave the loader, which planned its epoch with them.
     """
 
     number: int
-    loader: str
-    worker: int
-    setup: WorkerSetup
-    catalog: Catalog | None
-    start: bytes
+    asked: Opening
     info: DatasetInfo
 
 
@@ -123,7 +117,7 @@ class HostedConnection:
 
     def __init__(self, opening: ConnectionOpening, channel: ConnectionChannel, runner: TaskRunner) -> None:
         self.number = opening.number
-        self.loader = opening.loader
+        self.loader = opening.asked.loader
         self.channel = channel
         self.runner = runner
         self.info = torch_worker._worker_info
@@ -212,7 +206,7 @@ class ConnectionSetup(NamedTuple):
     defined: Defined
     made: Made | None
     count_samples: Callable[[], Awaitable[Any]]
-    """Counts the samples of fixed streams; see `with_streams_plan`."""
+    """Counts the samples of fixed streams, once for all connections; returns a dataset that knows them."""
 
     def load(self) -> WorkerSetup:
         """Return the worker's set-up.
@@ -232,24 +226,31 @@ class ConnectionSetup(NamedTuple):
                 f"process {os.getpid()} of the node: {difference}. What is stored has changed since the node was "
                 "started: start it again, and make a new loader"
             )
-        collate_fn, seeded = functions.get("collate_fn"), self.opening.setup.seeded
+        asked = self.opening.asked
+        collate_fn, seeded = functions.get("collate_fn"), asked.setup.seeded
         init = functions.get("worker_init_fn")
         assert seeded is not None  # a service serves seeded loaders only
-        catalog = self.opening.catalog
-        if catalog is not None and catalog.batch:
-            dataset = dataset.fixed_streams(seeded.seed)
-            init = with_streams_plan(dataset, catalog, self.count_samples, init)
-        elif catalog is not None:
-            init = with_shard_check(dataset, catalog, init)
-        return self.opening.setup._replace(
+        if (catalog := asked.catalog) is not None:
+            find = partial(dataset.fingerprint, catalog.workers, catalog.ranks)
+            if catalog.batch:
+                dataset = dataset.fixed_streams(seeded.seed)
+                find = partial(self._plan_streams, dataset, catalog.batch)
+            init = with_shard_check(find, catalog, init)
+        return asked.setup._replace(
             dataset=dataset,
             # As a list with an entry for each worker up to this one: `TaskRunner` takes the entry of its number.
-            starts=[MSGPACK.load_start(self.opening.start)] * (self.opening.worker + 1),
+            starts=[MSGPACK.load_start(asked.start)] * (asked.worker + 1),
             worker_init_fn=init,
             decode=functions.get("decode"),
-            collate_fn=collate_fn or self.opening.setup.collate_fn,
+            collate_fn=collate_fn or asked.setup.collate_fn,
             seeded=seeded._replace(seed_collate=collate_fn is not None),
         )
+
+    async def _plan_streams(self, fixed: Any, batch: int) -> Any:
+        """Plan fixed streams. Returns the fingerprint of their shards and samples."""
+        fixed.source.take_counts(await self.count_samples())
+        await fixed.plan_streams(batch)
+        return fixed.described()["shards"]
 
 
 def dataset_info_of(dataset: Any) -> DatasetInfo:

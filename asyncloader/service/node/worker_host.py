@@ -161,7 +161,7 @@ class _Host:
             self._fresh = False
             setup = ConnectionSetup(opening, self._defined, made, self._count_samples)
             runner = TaskRunner(
-                opening.worker, channel, setup, channel.recorder, perf_counter(), MSGPACK, self._draw_check
+                opening.asked.worker, channel, setup, channel.recorder, perf_counter(), MSGPACK, self._draw_check
             )
         except Exception as error:  # the other connections go on
             self._report(opening.number, error, at_task=False)

@@ -409,9 +409,7 @@ class HostProcesses:
         number = self._requests
         ours, theirs = channel_pair()
         try:
-            asked = ConnectionOpening(
-                number, opening.loader, opening.worker, opening.setup, opening.catalog, opening.start, info
-            )
+            asked = ConnectionOpening(number, opening, info)
             # First: this raises if the process has closed its channel, and then there is no end of the node to close.
             self._ask(made, OPEN, asked, [theirs.fileno()])
             made.connections[number] = make_end(ours, number)

@@ -178,51 +178,28 @@ def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
             raise ValueError("broken stream: a plan that cannot be read")
 
 
-def with_streams_plan(
-    fixed: Any, catalog: Catalog, count: Callable[[], Awaitable[Any]], init: Callable[[int], Any] | None
+def with_shard_check(
+    find: Callable[[], Awaitable[str]], catalog: Catalog, init: Callable[[int], Any] | None
 ) -> Callable[[int], Any]:
-    """Make a `worker_init_fn` that calls `init`, and plans the fixed streams before the first sample is read.
+    """Make a `worker_init_fn` that calls `init`, and checks the shards before any of them is read.
 
-    It returns an awaitable, which raises as that of `with_shard_check`.
+    It returns an awaitable, which raises StateError if the shards differ from the catalog, or the store's error.
 
     Args:
-        fixed: the dataset.
+        find: finds the shards, and returns their fingerprint; of fixed streams it also plans them.
         catalog: of the loader's plan.
-        count: counts the samples, once for all connections; returns a dataset that knows them.
         init: the user's function.
     """
 
     def begin(worker: int) -> Any:
         before = None if init is None else init(worker)
 
-        async def plan() -> None:
+        async def check() -> None:
             if inspect.isawaitable(before):
                 await before
-            fixed.source.take_counts(await count())
-            await fixed.plan_streams(catalog.batch)
-            if fixed.described()["shards"] != catalog.fingerprint:
+            if await find() != catalog.fingerprint:
                 raise StateError(_OTHER_SHARDS)
 
-        return plan()
-
-    return begin
-
-
-def with_shard_check(dataset: Any, catalog: Catalog, init: Callable[[int], Any] | None) -> Callable[[int], Any]:
-    """Make a `worker_init_fn` that calls `init`, and checks the shards before any of them is read.
-
-    It returns an awaitable, which raises StateError if the shards differ from the catalog, or the store's error.
-    """
-
-    def begin(worker: int) -> Any:
-        before = None if init is None else init(worker)
-
-        async def find() -> None:
-            if inspect.isawaitable(before):
-                await before
-            if await dataset.fingerprint(catalog.workers, catalog.ranks) != catalog.fingerprint:
-                raise StateError(_OTHER_SHARDS)
-
-        return find()
+        return check()
 
     return begin

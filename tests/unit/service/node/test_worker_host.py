@@ -107,9 +107,8 @@ def test_a_connection_beside_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection's dataset is compared with the node's outside of any worker, where the node's was described."""
     monkeypatch.setattr(torch_worker, "_worker_info", SimpleNamespace(num_workers=2))
     start = MSGPACK.dumps(tuple(EpochStart()))
-    opening: Any = SimpleNamespace(
-        info=DatasetInfo(iterable=True, length=100), setup=SETUP, start=start, worker=0, catalog=None
-    )
+    asked = SimpleNamespace(setup=SETUP, start=start, worker=0, catalog=None)
+    opening: Any = SimpleNamespace(info=DatasetInfo(iterable=True, length=100), asked=asked)
     setup = ConnectionSetup(opening, definitions.numbers(), Made(Divided(), {}), _unasked).load()
     assert len(setup.dataset) == 100
 
@@ -145,7 +144,7 @@ def test_a_connection_whose_start_ends_the_process(monkeypatch: pytest.MonkeyPat
     runner = Mock(side_effect=SystemExit)
     monkeypatch.setattr(worker_host, "TaskRunner", runner)
     with pytest.raises(SystemExit):
-        host._open(SimpleNamespace(number=7, worker=0))
+        host._open(SimpleNamespace(number=7, asked=SimpleNamespace(worker=0)))
     assert total(recorder.block, CONNECTION_KEY) == 7
     runner.call_args.args[1].close()
     ours.close()
