@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import io
+import re
 import sys
-import tokenize
 from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
@@ -81,43 +80,27 @@ def _sources(module: str, source: str | None) -> dict[str, str]:
     return found
 
 
+# A statement at the beginning of a line, or behind a colon or a semicolon. Not with `ast` or `tokenize`: a notebook's
+# cell may be no Python, and CPython 3.11 cannot build syntax trees in two threads at a time.
+_IMPORT = re.compile(
+    r"(?:^|[:;])[ \t]*(?:from[ \t]+([.\w]+)[ \t]+import[ \t]*(\([^()]*\)|[^;\n]+)|import[ \t]+([^;\n]+))", re.MULTILINE
+)
+
+
 def _imported_names(source: str, package: str) -> Iterator[str]:
-    """Yield the names that this source imports. Some may be functions or classes instead of modules."""
-    # Not with `ast`: CPython 3.11 counts the parser's depth for all threads together, and when two threads parse at a
-    # time it may raise SystemError.
-    try:
-        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
-    except (tokenize.TokenError, SyntaxError):  # a notebook's cell with a magic command
-        return
-    words: list[str] = []
-    for token in tokens:
-        if token.type not in _BETWEEN and token.string not in (";", ":"):
-            words += [token.string] if token.type not in (tokenize.NL, tokenize.COMMENT) else []
+    """Yield the names that this source imports. Some may be functions or classes instead of modules, or in texts."""
+    source = re.sub(r"#[^\n]*", "", source.replace("\\\n", " "))
+    for base, members, modules in _IMPORT.findall(source):
+        names = [" ".join(each.split()).partition(" as ")[0] for each in (members or modules).strip("() ").split(",")]
+        if modules:
+            yield from names
             continue
-        statement, words = words, []
-        if statement[:1] == ["import"]:
-            yield from _split_names(statement[1:])
-        elif statement[:1] == ["from"] and "import" in statement:
-            at = statement.index("import")
-            base = "".join(statement[1:at])
-            # A relative import that leads out of the package raises ImportError; it would raise when executed, too.
-            try:
-                base = resolve_name(base, package) if base.startswith(".") else base
-            except ImportError:
-                continue
-            yield base
-            yield from (f"{base}.{name}" for name in _split_names(statement[at + 1 :]))
-
-
-_BETWEEN = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-"""Tokens between statements."""
-
-
-def _split_names(words: list[str]) -> Iterator[str]:
-    """Yield ``a.b`` and ``d`` of ``a.b as c, d``, with or without parentheses."""
-    text = " ".join(word for word in words if word not in "()")
-    names = ("".join(each.partition(" as ")[0].split()) for each in text.split(","))
-    return filter(None, names)  # nothing may follow the last comma
+        # A relative import that leads out of the package raises ImportError; it would raise when executed, too.
+        try:
+            within = resolve_name(base, package) if base.startswith(".") else base
+        except ImportError:
+            continue
+        yield from (within, *(f"{within}.{name}" for name in names if name))
 
 
 def _spec(module: str) -> Any:
