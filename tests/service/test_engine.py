@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader
-from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.placement import agent
 from asyncloader.service.placement.agent import AgentNode
 from asyncloader.service.placement.engine import Credentials, EngineNode

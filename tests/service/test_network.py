@@ -23,7 +23,6 @@ from tests.helpers.comparing import assert_same
 from tests.helpers.running import LOOPS, run_async
 from tests.service import definitions
 from tests.service.certificates import make_authority
-from tests.service.namespace import CUTS, namespace, namespaces_work
 from tests.service.proxy import fruitless, proxied
 from tests.service.serving import NodeProcess, serving
 
@@ -126,30 +125,6 @@ def test_a_network_that_goes_silent(silent: str, node: NodeProcess, expected: li
                 assert_same(got, expected)
 
     run_async(run())
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(not namespaces_work(), reason="this process may not make networks")
-@pytest.mark.parametrize("which", CUTS)
-def test_a_cable_that_is_cut(which: str, expected: list[Any], tmp_path: Path) -> None:
-    """The kernel drops the packets, those of new connections too: the loader uses another node within seconds."""
-    token = tmp_path / "token"
-    token.write_text("a token")
-    flags = ["--open", "numbers", "--token-file", str(token)]
-    with (
-        namespace() as far,
-        serving(tmp_path, ["numbers"], *flags, listen=[f"{far.address}:0"], within=far.within) as there,
-        serving(tmp_path, ["numbers"], *flags, listen=["127.0.0.1:0"]) as here,
-    ):
-        service = Service(f"{there.tcp},{here.tcp}", token="a token")
-        with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=service) as loader:
-            batches = iter(loader)
-            got = [next(batches) for _ in range(3)]
-            far.cut(which)
-            began = monotonic()
-            got += batches
-            assert monotonic() - began < 15
-            assert_same(got, expected)
 
 
 @pytest.mark.thorough

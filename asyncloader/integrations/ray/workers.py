@@ -21,7 +21,7 @@ from typing import Any, Literal, Self
 from asyncloader.errors import ServiceUnavailable
 from asyncloader.integrations.ray.actors import Fleet, FleetOptions, FleetView, placed_at
 from asyncloader.plain_context import plain_context
-from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.placement.engine import Credentials, EngineNode
 
 _log = logging.getLogger("asyncloader")

@@ -19,14 +19,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
 from asyncloader.service.node.async_io import message_of, secure, send_whole, speaks_tls, wait_for
-from asyncloader.service.node.local_connection import LocalConnection
 from asyncloader.service.node.sessions import MemoryQuota, OpenConnection, Session, check_files
-from asyncloader.service.node.worker_connections import RelayedConnection
+from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
 from asyncloader.service.node.worker_processes import HostProcesses, NotMade, WorkerConnection
-from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import (

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader.service.definition import Defined, Made, load_definition
+from asyncloader.service.definition import Defined, Made, PickledDefinition, load_definition
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
     ConnectionLoop,
@@ -32,7 +32,6 @@ from asyncloader.service.node.hosted_connection import (
     HostedConnection,
     dataset_info_of,
 )
-from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import PlanRequest, make_plan

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.bridge import in_thread
+from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.node_log import set_up_log
 from asyncloader.service.node.server import Node
-from asyncloader.service.pickled import PickledDefinition
 from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.protocol.sockets import host_and_port, server_tls
 from asyncloader.workers.worker import serve_async

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from asyncloader.service.definition import Defined
-from asyncloader.service.pickled import PickledDefinition
+from asyncloader.service.definition import Defined, PickledDefinition
 from asyncloader.service.protocol.address import Service
 
 
