@@ -122,5 +122,5 @@ def test_the_way_of_a_served_batch_is_short(tmp_path: Path) -> None:
     assert all(figure <= bound for figure, bound in zip(figures, BOUNDS, strict=True)), f"{figures}\n\n{text}"
 
 
-BOUNDS = 287, 177, 45
+BOUNDS = 254, 161, 44
 """Calls, changes of file, and files, of the loader, the node and the worker process together."""
