@@ -29,7 +29,6 @@ from tests.service.serving import NodeProcess, serving
 
 OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 5, "num_workers": 8}
 FEW_FILES = ["bash", "-c", 'ulimit -n 256; exec "$@"', "bash"]
-FEWER_FILES = ["bash", "-c", 'ulimit -n 128; exec "$@"', "bash"]
 
 
 def left(pid: int) -> tuple[int, int]:
