@@ -34,7 +34,7 @@ from asyncloader.state.cursors import (
     reads_by_chance,
     sharing_ranks,
 )
-from asyncloader.state.epoch_counter import EpochClock
+from asyncloader.state.epoch_counter import EpochClock, Tally
 from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress
 from asyncloader.state.schema import (
@@ -46,7 +46,6 @@ from asyncloader.state.schema import (
     compare,
     in_batches_of,
 )
-from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
 
 # Why ranks must read the same, for the error of those that do not.

@@ -23,15 +23,6 @@ def value_cursor(cursor: PackedCursor | None) -> Cursor | None:
     return None if cursor is None else cursor.value
 
 
-def marked(step: int, beyond: set[int], number: int) -> tuple[int, set[int]]:
-    """The position `step`, `beyond` with one more step, as a new position."""
-    beyond = {*beyond, number}
-    while step in beyond:
-        beyond.remove(step)
-        step += 1
-    return step, beyond
-
-
 def generators(config: EpochConfig, indices: IndexStream | None, finished: bool) -> dict[str, str] | None:
     """Return the states of generators in a position: those from which the order was drawn; of a stream, that from which
     the later epochs are drawn. None: there are none.

@@ -1,6 +1,6 @@
-"""Counts a loader's epochs. Pure, except that it calls `set_epoch` of samplers and datasets.
+"""Counts a loader's epochs, and the samples that keep the ranks even.
 
-Data path: none; read when an iterator begins.
+Data path: none; read when an iterator begins. Pure, except that it calls `set_epoch` of samplers and datasets.
 
 The number is kept where users expect it: in the sampler, if that has `set_epoch` and `epoch` (as ours and torch's
 `DistributedSampler`). So ``loader.set_epoch(e)`` and ``loader.sampler.set_epoch(e)`` are the same.
@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
 from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.plain_calls import check_plain
+
+if TYPE_CHECKING:
+    from asyncloader.remote.assignment_state import EpochAssignment
+    from asyncloader.samplers.distributed import RankView
 
 
 class EpochClock:
@@ -127,3 +131,31 @@ class EpochClock:
 def _set_sampler_epoch(sampler: Any, epoch: int) -> None:
     check_plain(f"{type(sampler).__name__}.set_epoch", sampler.set_epoch)
     sampler.set_epoch(epoch)
+
+
+class Tally:
+    """Counts samples that were dropped or repeated to keep the ranks even, over all ranks and completed epochs."""
+
+    def __init__(self) -> None:
+        self.dropped = 0
+        self.repeated = 0
+
+    def add(self, view: RankView | None, assignment: EpochAssignment | None, steps: int, batch_size: int) -> None:
+        """Add a completed epoch.
+
+        Args:
+            view: this rank's share of a sampler's order; None for streams, and outside seeded mode.
+            assignment: of a stream whose shards are assigned; None for others.
+            steps: batches of each rank.
+            batch_size: their size.
+        """
+        if view is not None:
+            _, dropped, repeated = view.tail()
+            self.dropped += dropped
+            self.repeated += repeated
+        elif assignment is not None:
+            self.dropped += assignment.shares.dropped(steps, batch_size)
+
+    def snapshot(self) -> dict[str, float]:
+        """For `stats()`."""
+        return {"dropped_samples": self.dropped, "repeated_samples": self.repeated}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,17 +17,14 @@ from asyncloader.ranks.agreement import Agreement
 from asyncloader.samplers.distributed import RankView
 from asyncloader.samplers.index_stream import IndexStream, StateLog
 from asyncloader.state import cursors as parts
-from asyncloader.state.epoch_counter import EpochClock
+from asyncloader.state.epoch_counter import EpochClock, Tally
+from asyncloader.state.position import Position, done, ranges
 from asyncloader.state.schema import VERSION, explain_streams
-from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
 if TYPE_CHECKING:
     from asyncloader.remote.assignment_state import EpochAssignment
-
-_NO_STEPS: frozenset[int] = frozenset()
-
 
 PendingBatch: TypeAlias = tuple[int | None, int, PackedCursor | None, Any]
 """A batch that was begun without workers, and that the user does not have yet: its task's number, once it counts as
@@ -69,7 +65,6 @@ class Progress:
         """Number of steps in the epoch; None if unknown."""
         self.every = every
         self._finished = False
-        self._touched = False
         self.asked = False  # the first batch was asked for
         self.first_step: int = 0 if resumed is None else resumed["step"]
         """Number of steps that were delivered before this iterator, without a gap."""
@@ -77,11 +72,8 @@ class Progress:
         """Numbers of later steps that were delivered before this iterator, too."""
         self.saved_sampler: dict[str, Any] | None = None if resumed is None else resumed["sampler"]
         """The sampler's state to resume from; None: begin at the start."""
-        self._step = self.first_step
-        self._beyond = set(self.skipped)
-        self._failed: int | None = None  # the task whose error the user got last, of a map dataset
-        self._unread: tuple[int, int, PackedCursor | None] | None = None  # of a stream; `_mark` gets these
-        self._delivered: int | None = None  # the last task that was delivered
+        self._first = self._position = Position(self.first_step, ranges(self.skipped) if self.skipped else ())
+        self._before: Position | None = None  # before the last delivery
         self._steps: dict[int, int] = {}  # task -> step, for tasks that are outstanding
         self._stream: IndexStream | None = None
         self.log: StateLog | None = None  # the states of an async sampler, saved by its reader
@@ -104,9 +96,6 @@ class Progress:
         self._tally = tally
         self._tallied = False
         self._streams = streams
-        self._cursors: list[PackedCursor | None] = []
-        self._given: list[int] = []
-        self._next_worker = 0
         self.agreement: Agreement | None = None
         """The agreement with the other ranks on the end of the epoch; None if none is needed."""
         self.assignment: EpochAssignment | None = None
@@ -128,10 +117,6 @@ class Progress:
         """The seeds of a loaded state; once the epoch has begun, those that it uses."""
         self.live: Callable[[], Callable[[], PackedCursor | None] | None] | None = None
         """A weak reference to a function that takes the dataset's current cursor, where nothing is read ahead."""
-        self._previous: tuple[Any, ...] = ()  # the position before the last delivery, without the steps beyond it
-        self._added: set[int] | None = None  # the steps that the last delivery added; None: the next step
-        self.padding = 0
-        """Samples at the end of the last batch that only keep the ranks even."""
 
     # ------------------------------------------------------------------------------------------- beginning
 
@@ -140,20 +125,20 @@ class Progress:
         """Whether another epoch was set before this epoch gave a batch. In seeded mode the iterator then has that.
         An iterator that resumes from a loaded position keeps it, as Lightning needs, which counts epochs itself.
         """
-        if self._touched or self._resumed is not None or self._expects["mode"] != "seeded":
+        if self._position.delivered is not None or self._resumed is not None or self._expects["mode"] != "seeded":
             return False
         return self._clock.value != self.epoch
 
     @property
     def unbegun(self) -> bool:
         """Whether the first batch was asked for, and the position is still that of the beginning."""
-        moved = self._touched or self._finished or self._step > self.first_step or len(self._beyond) > len(self.skipped)
-        return self.asked and not moved
+        moved = self._finished or (self._position.step, self._position.beyond) != (self._first.step, self._first.beyond)
+        return self.asked and not moved and self._position.delivered is None
 
     @property
     def touched(self) -> bool:
         """Whether a batch was delivered, in this iterator or before the position that it resumed from."""
-        return self._touched or (self._resumed is not None and self._resumed["step"] > 0)
+        return self._position.delivered is not None or (self._resumed is not None and self._resumed["step"] > 0)
 
     @property
     def finished(self) -> bool:
@@ -163,19 +148,24 @@ class Progress:
     @property
     def moment(self) -> tuple[Any, ...]:
         """Differs after each delivery, of a batch or of an error."""
-        return self._delivered, self._failed, self._unread
+        return self._position[2:5]
 
     @property
     def place(self) -> str:
         """The number of batches that were delivered without a gap, in words."""
         if self._finished:
             return "finished"
-        return f"{self._step}{'' if self.total is None else f' of {self.total}'} batches delivered"
+        return f"{self._position.step}{'' if self.total is None else f' of {self.total}'} batches delivered"
 
     @property
     def iterates_itself(self) -> bool:
         """Whether the dataset is its own iterator, as far as its states show."""
-        return any(cursor.value.itself for cursor in self._cursors if cursor is not None)
+        return any(cursor.value.itself for cursor in self._position.cursors if cursor is not None)
+
+    @property
+    def padding(self) -> int:
+        """Samples at the end of the last batch that only keep the ranks even."""
+        return self._position.padding
 
     @property
     def saved_assignment(self) -> Any:
@@ -191,7 +181,7 @@ class Progress:
     @property
     def next_worker(self) -> int:
         """The worker whose turn it is for the next batch of an iterable dataset."""
-        return self._next_worker
+        return self._position.next_worker
 
     def stream(self, index_sampler: Any, made: Any, drawn: dict[str, str] | None = None) -> IndexStream:
         """The index stream from the delivered position on. `made` is a new iterator of the index sampler; `drawn` holds
@@ -229,8 +219,8 @@ class Progress:
         if self._expects["mode"] == "torch":
             # Only in torch mode: in seeded mode the workers' random numbers follow from `seed`.
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        self._cursors = list[PackedCursor | None]([None] * copies)
-        self._given, self._next_worker = [0] * copies, 0
+        given: list[int] = [0] * copies
+        cursors: list[PackedCursor | None] = [None] * copies
         options = shared_seed, self.epoch, self._clock.sets_dataset
         saved = None if self._resumed is None else self._resumed["workers"]
         if saved is None:
@@ -243,27 +233,30 @@ class Progress:
                 found = [parts.value_cursor(cursor) for cursor in self._inherited]
             assigned = self.carried is not None and "leases" in self.carried
             starts = [EpochStart(*options, parts.later_cursor(each, assigned), message=self.message) for each in found]
-            self._cursors = [parts.packed_cursor(start.cursor) for start in starts]
+            cursors = [parts.packed_cursor(start.cursor) for start in starts]
             if len(self._inherited) == copies:
-                self._cursors = self._inherited
+                cursors = self._inherited
+            self._position = self._position._replace(next_worker=0, given=tuple(given), cursors=tuple(cursors))
             return base_seed, starts if streams is None else by_worker(starts, workers)
         if saved.get("loader_streams") != streams:
             raise StateError(explain_streams(saved.get("loader_streams"), streams, saved["num_workers"]))
-        self._given, self._next_worker = list(saved["given"]), saved["next"]
         starts = []
-        for number, (given, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+        for number, (batches, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
             # A cursor with a problem cannot be used: the stream must be read again.
             cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
             if cursor is not None:
-                self._cursors[number] = pickle_cursor(cursor)
-            starts.append(EpochStart(*options, cursor, given - (cursor.batches if cursor else 0), message=self.message))
+                cursors[number] = pickle_cursor(cursor)
+            skip = batches - (cursor.batches if cursor else 0)
+            starts.append(EpochStart(*options, cursor, skip, message=self.message))
+        given = saved["given"]
+        self._position = self._position._replace(next_worker=saved["next"], given=tuple(given), cursors=tuple(cursors))
         return base_seed, starts if streams is None else by_worker(starts, workers)
 
     def inherit(self, before: Progress) -> None:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
         if before._finished and before._streams is not None:
             assigned = before.assignment is not None
-            values = map(parts.value_cursor, before._cursors)
+            values = map(parts.value_cursor, before._position.cursors)
             self._inherited = [parts.packed_cursor(parts.later_cursor(cursor, assigned)) for cursor in values]
 
     def base_seed_drawn(self) -> None:
@@ -282,8 +275,10 @@ class Progress:
     def begun(self, worker: int, cursor: PackedCursor | None) -> None:
         """Record the cursor of a worker's copy of the dataset when it began, if it has a state."""
         # Only the first cursor: the consumer may process a notice twice, the second time behind a newer cursor.
-        if cursor is not None and self._streams is not None and self._cursors[worker] is None:
-            self._cursors[worker] = cursor
+        if cursor is not None and self._streams is not None and self._position.cursors[worker] is None:
+            before = self._before
+            self._before = None if before is None else before.with_cursor(worker, cursor)
+            self._position = self._position.with_cursor(worker, cursor)
 
     # ----------------------------------------------------------------------------------------- per batch
 
@@ -297,91 +292,71 @@ class Progress:
 
     def given(self, copy: int) -> int:
         """The number of batches of this copy of the dataset that were answered; 0 where none are counted."""
-        unread = self._unread is not None and self._unread[1] == copy
-        return 0 if self._streams is None else self._given[copy] + unread
+        unread = self._position.unread
+        read = unread is not None and unread[1] == copy
+        return 0 if self._streams is None else self._position.given[copy] + read
 
     def _pass_over(self) -> None:
         """Skip the steps that code outside the loader took from the sampler's iterator."""
         stream = self._stream
         if stream is not None and stream.unclaimed:
-            step, beyond = self._step, self._beyond
-            for each in stream.unclaimed:
-                step, beyond = parts.marked(step, beyond, each)
-            # In one statement without a call, so that Ctrl-C cannot have the steps passed over twice.
-            self._step, self._beyond, stream.unclaimed = step, beyond, []
+            before = None if self._before is None else self._before.past(stream.unclaimed)
+            position = self._position.past(stream.unclaimed)
+            # Without a call, so that Ctrl-C cannot have the steps passed over twice.
+            self._before, self._position, stream.unclaimed = before, position, []
 
     def delivered(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets the task's batch. A repeated call, as after Ctrl-C, has no effect."""
-        # Read first, because `_mark` resets it.
-        failed = self._failed
-        if task != self._delivered:
-            if self._unread is not None:
-                self._mark(*self._unread)
-            self._mark(task, worker, cursor)
-        # After `_mark`, which reads the steps. Also in a repeated call: Ctrl-C may have struck between the two.
+        before = self._position
+        if task != before.delivered:
+            failed = before.failed
+            if before.unread is not None:
+                before = self._after(before, *before.unread)
+            # After Ctrl-C, which comes within calls alone, the position is the old one or the new one.
+            self._before, self._position, self.interrupted = before, self._after(before, task, worker, cursor), False
+            if failed is not None:
+                self._steps.pop(failed, None)
+        # Also in a repeated call: Ctrl-C may have struck just before.
         self._steps.pop(task, None)
-        if failed is not None:
-            self._steps.pop(failed, None)
         stream = self._stream
         if stream is not None and stream.unclaimed:
             self._pass_over()
         log = self.log if stream is None else stream.log
         if log is not None:
-            log.forget(self._step)
+            log.forget(self._position.step)
         # Also without a further `next()`: a loop that stops after the last batch has completed the epoch.
-        if self._step == self.total:
+        if self._position.step == self.total:
             self._complete()
 
-    def _mark(self, task: int, worker: int, cursor: PackedCursor | None) -> None:
-        at, beyond = self._step, self._beyond
-        added: set[int] | None = None
-        passed: AbstractSet[int] = _NO_STEPS
-        later: AbstractSet[int] = _NO_STEPS
-        previous: tuple[Any, ...] = at, worker
-        next_worker = self._next_worker
-        if self._streams is not None:
-            previous += self._given[worker], self._cursors[worker], next_worker
-            next_worker = (worker + 1) % len(self._given)
+    def _after(self, before: Position, task: int, worker: int, cursor: PackedCursor | None) -> Position:
+        """The position once a task was delivered, and the error before it counts as done."""
         number = self._steps.get(task)
         padding = None if self.view is None else self.view.cutter.padding
-        if padding is not None and padding[0] != number:
-            padding = None
-        if number == at and not beyond and self._failed is None:  # the usual case
-            at += 1
+        step, beyond = before.step, before.beyond
+        if number == step and not beyond and before.failed is None:  # the usual case
+            step += 1
         else:
-            # The set is as large as the distance to a straggler: it is not copied.
-            at, added, passed, later = self._past(*(() if self._failed is None else (self._failed,)), task)
-        # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
-        self._previous, self._added = previous, added
-        self._step = at
-        if added is not None:
-            beyond |= later
-            beyond -= passed
-        self._touched, self._failed, self._unread, self._next_worker = True, None, None, next_worker
-        self.interrupted = False
-        self.padding = 0 if padding is None else padding[1]
+            step, beyond = self._passed(before, before.failed, task)
+        given, cursors, next_worker = before.given, before.cursors, before.next_worker
         if self._streams is not None:
-            self._given[worker] += 1
+            next_worker = (worker + 1) % len(given)
+            given = (*given[:worker], given[worker] + 1, *given[worker + 1 :])
             if cursor is not None:
-                self._cursors[worker] = cursor
-        self._delivered = task
+                cursors = (*cursors[:worker], cursor, *cursors[worker + 1 :])
+        padded = padding[1] if padding is not None and padding[0] == number else 0
+        return Position(step, beyond, task, None, None, next_worker, given, cursors, padded)
 
-    def _past(self, *tasks: int) -> tuple[int, set[int], set[int], set[int]]:
-        """The first step that is not done after these tasks, and the steps that they add; of the steps beyond, those
-        that it has passed, and those that come in addition.
-        """
-        at, beyond, added = self._step, self._beyond, set[int]()
-        for each in tasks:
-            number = self._steps.get(each)
-            if number is None:
-                if self._expects["kind"] == "map":
-                    continue  # the sampler raised: no step was taken from it
-                number = at  # a stream's steps have no numbers of their own
-            added.add(number)
-            while at in added or at in beyond:
-                at += 1
-        passed = {each for each in range(self._step, at) if each in beyond}
-        return at, added, passed, {each for each in added if each >= at}
+    def _passed(self, before: Position, *tasks: int | None) -> tuple[int, tuple[range, ...]]:
+        """`Position.step` and `Position.beyond` once these tasks are done."""
+        step, beyond = before.step, before.beyond
+        for task in tasks:
+            number = None if task is None else self._steps.get(task)
+            # A stream's steps have no numbers of their own; of a map dataset the sampler raised, and no step was taken.
+            if number is None and task is not None and self._expects["kind"] != "map":
+                number = step
+            if number is not None:
+                step, beyond = done(step, beyond, number)
+        return step, beyond
 
     def failed(self, task: int, worker: int = 0, cursor: PackedCursor | None = None) -> None:
         """Record that the user gets an error instead of the batch. Idempotent.
@@ -389,37 +364,35 @@ class Progress:
         The batch counts as done once the next batch or error is taken, or the end: a run that ends with the error, and
         resumes, asks for the samples again.
         """
-        if task in (self._failed, self._delivered) or (self._unread is not None and task == self._unread[0]):
+        before = self._position
+        if task in (before.failed, before.delivered) or (before.unread is not None and task == before.unread[0]):
             return
         # With assigned shards an error is no batch, as for `Reader.failed`; also where their plan has failed.
         if self._expects["kind"] == "iterable" and not self.config.assigns_shards:
-            if self._unread is not None:
-                self._mark(*self._unread)
-            self._unread = task, worker, cursor
+            self._settle_unread()
+            self._position = self._position._replace(unread=(task, worker, cursor))
             return
-        before, beyond = self._failed, self._beyond
-        at, added, passed, later = self._past(*(() if before is None else (before,)))
-        if self._previous and added:
-            added |= {self._previous[0]} if self._added is None else self._added
-            self._added = added  # steps that are not in the position before the last delivery
-        # No calls from here on, as in `_mark`.
-        self._step, self._failed = at, task
-        beyond |= later
-        beyond -= passed
-        if before is not None:
-            self._steps.pop(before, None)
+        step, beyond = self._passed(before, before.failed)
+        self._position = before._replace(step=step, beyond=beyond, failed=task)
+        if before.failed is not None:
+            self._steps.pop(before.failed, None)
+
+    def _settle_unread(self) -> None:
+        """Count the error that the user of a stream got last as done."""
+        before = self._position
+        if before.unread is not None:
+            self._before, self._position, self.interrupted = before, self._after(before, *before.unread), False
 
     def finish(self) -> None:
         """Record that the user has seen the end of the epoch; not where an error of the sampler ended it."""
-        if self.cut_short or (self._unread is not None and self.unbegun):
+        if self.cut_short or (self._position.unread is not None and self.unbegun):
             return
-        if self._unread is not None:
-            self._mark(*self._unread)
+        self._settle_unread()
         self._finished = True
         # A copy: the loop's thread may add another worker's end while the ranks have already agreed on the epoch's.
         for worker, cursor in self.ends.copy().items():
             if cursor is not None:
-                self._cursors[worker] = cursor
+                self._position = self._position.with_cursor(worker, cursor)
         self._complete()
 
     def _complete(self) -> None:
@@ -429,68 +402,53 @@ class Progress:
         # Called twice for some epochs: with the last batch, and at the end.
         if not self._tallied:
             self._tallied = True
-            self._tally.add(self.view, self.assignment, self._step, self._expects["batch_size"] or 1)
+            self._tally.add(self.view, self.assignment, self._position.step, self._expects["batch_size"] or 1)
 
     # ------------------------------------------------------------------------------------------------ reading
 
     def state_before_last(self) -> dict[str, Any]:
         """`state` as it was before the last delivery, for callers that read one batch ahead."""
-        if not self._previous:
-            return self.state()
-        now = self._step, self._beyond, self._finished
-        step, worker, *stream = self._previous
-        beyond = {*range(step, self._step), *self._beyond} - ({step} if self._added is None else self._added)
-        given, cursors, next_worker = list(self._given), list(self._cursors), self._next_worker
-        # `state` reads these fields and much else, so they are set back for the call instead of copied with the rest.
-        try:
-            self._step, self._beyond, self._finished = step, beyond, False
-            if stream:
-                self._given[worker], self._cursors[worker], self._next_worker = stream
-            return self.state()
-        finally:
-            self._step, self._beyond, self._finished = now
-            self._given, self._cursors, self._next_worker = given, cursors, next_worker
+        self._pass_over()
+        return self.state() if self._before is None else self._state(self._before, finished=False)
 
     def state(self, *, finished: bool = False) -> dict[str, Any]:
         """A new dictionary; see `schema.py`. `finished`: as if the epoch had ended here."""
-        task = self._delivered
-        if task is not None and task == self._undelivered():
+        self._pass_over()
+        last = self._position.delivered
+        if last is not None and last == self._undelivered():
             # Ctrl-C came after the batch was counted, and before the user had it.
-            self._delivered = None
-            try:
-                return self.state_before_last()
-            finally:
-                self._delivered = task
+            return self.state_before_last()
+        return self._state(self._position, finished=finished or self._finished)
+
+    def _state(self, position: Position, *, finished: bool) -> dict[str, Any]:
         # An async sampler is advanced to the end of the epoch before only when it is read. Until then, its own state is
         # of an earlier place than the loaded state.
-        if self.undrained is not None and self.log is None and not self._touched:
+        if self.undrained is not None and self.log is None and self._position.delivered is None:
             return copy.deepcopy(self.undrained)
-        finished = finished or self._finished
         if self._astray and not finished:
             raise StateError(
                 "this epoch's batches did not all come from its sampler: the loader's iterator was given "
                 "another _sampler_iter, so there is no position to save. Advance the one that it had instead of "
                 "replacing it, or save between epochs"
             )
-        self._pass_over()
         stream = self._stream
         if stream is not None:
-            sampler = stream.state(self._step)
+            sampler = stream.state(position.step)
         else:
-            sampler = self.saved_sampler if self.log is None else self.log.at(self._step)
+            sampler = self.saved_sampler if self.log is None else self.log.at(position.step)
         return {
             "version": VERSION,
             **self._expects,
             "arguments": copy.copy(self._expects.get("arguments")),
             **parts.described_data(self.config),
             "epoch": self.epoch,
-            "step": self._step,
-            "beyond": sorted(self._beyond),
+            "step": position.step,
+            "beyond": [number for each in position.beyond for number in each],
             "finished": finished,
             "sampler": copy.deepcopy(sampler),
             "generators": parts.generators(self.config, stream, finished),
             "seeds": None if self.seeds is None else dict(self.seeds),
-            "workers": None if self._streams is None else self._worker_states(self._streams, finished),
+            "workers": None if self._streams is None else self._worker_states(self._streams, position, finished),
         }
 
     def _undelivered(self) -> int | None:
@@ -499,27 +457,27 @@ class Progress:
         item = None if self.delivery is None else self.delivery.item
         return None if item is None else int(item.seq)
 
-    def _worker_states(self, streams: dict[str, Any], finished: bool) -> dict[str, Any]:
+    def _worker_states(self, streams: dict[str, Any], position: Position, finished: bool) -> dict[str, Any]:
         cursors: list[dict[str, Any] | None] = [
-            None if cursor is None else cursor.value._asdict() for cursor in self._cursors
+            None if cursor is None else cursor.value._asdict() for cursor in position.cursors
         ]
         # Not after an error: the dataset has passed the batch that a resumed run asks for again.
-        behind = finished or self.interrupted or self._failed is not None or self._unread is not None
+        behind = finished or self.interrupted or (self._position.failed, self._position.unread) != (None, None)
         take = None if behind or self.live is None else self.live()
         if take is not None and (live := take()) is not None:
             # In the consumer's process the dataset may share its generators with the consumer, which has drawn since.
             now = live.value
-            if now.batches == self._given[0] and not now.problem:
+            if now.batches == position.given[0] and not now.problem:
                 cursors = [now._asdict()]
         assignment = self.saved_assignment  # unchanged if the epoch was not planned yet
         if self.assignment is not None:
-            assignment = self.assignment.state(cursors, self._given)
+            assignment = self.assignment.state(cursors, position.given)
         elif assignment is None and self.assignment_key is not None:
             assignment = {"key": self.assignment_key, "plan": None, "done": 0, "back": [], "returned": []}
         return {
             **streams,
             **({} if assignment is None else {"leases": assignment}),
-            "next": self._next_worker,
-            "given": list(self._given),
+            "next": position.next_worker,
+            "given": list(position.given),
             "cursors": cursors,
         }

@@ -39,10 +39,9 @@ from asyncloader.formats import ShardError
 from asyncloader.remote.assignment import Reply
 from asyncloader.remote.assignment_state import EpochAssignment, stream_key
 from asyncloader.remote.shard_splitting import EpochPlan, EpochShares
-from asyncloader.state.epoch_counter import EpochClock
+from asyncloader.state.epoch_counter import EpochClock, Tally
 from asyncloader.state.progress import Progress
 from asyncloader.state.schema import check_state
-from asyncloader.state.tally import Tally
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import DatasetReader

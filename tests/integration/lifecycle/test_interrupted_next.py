@@ -35,7 +35,7 @@ WATCHED = [
     *(Consumer.deliver, Consumer._open, Consumer._advance, Consumer._pull, Consumer._count, Consumer._without_answer),
     *(Opener.build, Opener.release, Opener.forget),
     *(Ring.reclaim, Ring.may_lend, Ring.lend, Ring.look, Ring.take_back, oneoff_anchor),
-    *(Progress.pulled, Progress.delivered, Progress._mark, Progress._past, Progress._pass_over, Progress.failed),
+    *(Progress.pulled, Progress.delivered, Progress._after, Progress._passed, Progress._pass_over, Progress.failed),
     *(TorchIterator.pull, IndexStream.pull),
     Bridge.call_soon,
 ]
@@ -180,7 +180,7 @@ INLINE = [
     *(StreamFetcher.fetch, StreamFetcher._torch_samples, StreamFetcher._batch, StreamFetcher._collated),
     *(StreamsInTurn.fetch, StreamsInTurn.taken, Bridge.wait, Call.join, Call.result),
     *(BatchSampler.__iter__, RandomSampler.__iter__, IndexStream._begin, TorchIterator.pull, IndexStream.pull),
-    *(Progress.pulled, Progress.delivered, Progress._mark),
+    *(Progress.pulled, Progress.delivered, Progress._after),
 ]
 WITHOUT_WORKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "map": (range(BATCHES), {"shuffle": True}),
