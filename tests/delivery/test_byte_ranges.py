@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from asyncloader.delivery.transfer import JOINED_BYTES, copy_ranges
-from tests.delivery.answers import deliver, new_ring
-from tests.delivery.test_device_stage import World
 
 
 class Copier:
@@ -98,13 +96,6 @@ def test_views_of_one_storage_stay_views_of_one() -> None:
     assert copies[id(second)][10] == -1
 
 
-def test_a_view_within_another_is_in_its_copy() -> None:
-    """The copied range ends where the longer tensor does, whichever tensor begins last."""
-    whole = torch.arange(100)
-    assert check([whole, whole[10:20], whole[90:]]) == [800]
-    assert check([whole[10:20], whole]) == [800]
-
-
 def test_a_few_elements_of_much_memory_are_gathered() -> None:
     """The column belongs to a large table outside the batch: the table stays where it is."""
     table = torch.arange(100_000).view(1000, 100)
@@ -122,24 +113,3 @@ def test_what_is_no_plain_tensor_is_left_out() -> None:
         torch.empty(3, device="meta"),
     ]
     assert copy_ranges(others, new_slot(64), Copier()) == {}
-
-
-def test_memory_format_is_kept() -> None:
-    """A dense tensor need not be contiguous."""
-    tensor = torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    copies = copy_ranges([tensor], None, Copier())
-    assert copies[id(tensor)].stride() == tensor.stride()
-
-
-def test_the_tensors_of_a_slot_are_one_copy() -> None:
-    """A batch of small tensors is copied once, straight from the ring."""
-    world, ring = World(), new_ring()
-    world.put(
-        deliver(0, ring, {"x": torch.arange(5), "y": [torch.ones(3, 4).t()[1:], torch.zeros(2, dtype=torch.int8)]})
-    )
-    batch = world.take()
-    world.device.advance()
-    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
-    assert batch["y"][0].tolist() == [[1.0] * 3] * 3
-    assert world.device.sources == ["ring"]
-    world.close()

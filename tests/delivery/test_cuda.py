@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from asyncloader import DataLoader, DeviceOptions
-from asyncloader.delivery import OPENERS, cuda
+from asyncloader.delivery import OPENERS
 from asyncloader.delivery.cuda import CudaAccelerator
 from tests.delivery.fake_cuda import FakeCuda
 from tests.delivery.fake_library import REGISTER, FakeLibrary
@@ -143,12 +143,6 @@ def test_the_transforms_stream_waits_for_the_copies_and_no_copy_for_a_transform(
     assert len(copies.waits) == 1
     assert copies.waits == computations.waits[1:]
     assert copies.waits[0].recorded is torch.cuda.current_stream(SECOND)
-
-
-def test_the_node_of_a_device(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is found by the device's PCI address."""
-    monkeypatch.setattr(cuda, "node_of", {"0000:3B:00.0": 1}.get)
-    assert CudaAccelerator(SECOND).node == 1
 
 
 def test_events_are_used_again_and_never_destroyed(fake: FakeCuda) -> None:

@@ -132,14 +132,6 @@ def test_unlocking_never_raises(step: str, calls: list[str]) -> None:
     assert (library.retained, library.stack) == (0, [])
 
 
-def test_an_error_that_the_driver_has_no_words_for() -> None:
-    """The message has the code's number."""
-    with pytest.raises(PageLockError, match=r"an unknown error \(4711\)"):
-        Driver(FakeLibrary(**{REGISTER: 4711}), 0).lock(ADDRESS, NBYTES)
-    with pytest.raises(PageLockError, match=r"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED \(712\)"):
-        Driver(FakeLibrary(**{REGISTER: 712}), 0).lock(ADDRESS, NBYTES)
-
-
 @pytest.mark.parametrize(("soft", "limit"), [(1 << 16, 1 << 16), (resource.RLIM_INFINITY, None)])
 def test_the_limit_is_told(soft: int, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the limit of this process, as ``ulimit -l`` prints it."""
@@ -238,15 +230,6 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
     yield replace
     driver._load.cache_clear()
     driver._driver.cache_clear()
-
-
-def test_the_library_is_loaded_once(load: Any) -> None:
-    """It is initialized once, too, which does nothing where torch has done it."""
-    library = FakeLibrary()
-    load(library)
-    for _ in range(2):
-        assert open_driver(1) is open_driver(1) is not open_driver(2)
-    assert library.calls == [("cuInit", (0,))]
 
 
 @pytest.mark.parametrize(

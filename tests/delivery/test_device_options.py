@@ -51,17 +51,6 @@ def test_what_is_refused(make: Any, options: Any, error: type[Exception], text: 
     assert text in str(caught.value)
 
 
-@BOTH
-def test_defaults_and_attributes(make: Any) -> None:
-    """The options can be read under their names; by default the loader has no device, and keeps one batch ahead."""
-    loader = make(Numbers(3))
-    assert (loader.device, loader.device_options) == (None, DeviceOptions())
-    device, given = torch.device("cpu"), DeviceOptions(device_transform=identity, static_buffers=True)
-    loader = make(Numbers(3), device=device, device_options=given)
-    assert (loader.device, loader.device_options) == (device, given)
-    assert given.device_prefetch == 1
-
-
 def test_where_there_is_nothing_to_do() -> None:
     """Batches are made on the CPU: it needs no transfer, unless a transform or static tensors are asked for."""
     assert transfer_of(DataLoader[Any](Numbers(3))) is None
@@ -102,15 +91,6 @@ def test_copies_of_a_loader(duplicate: Any, used: bool) -> None:
         expected = expected or [batch.clone() for batch in loader]
         assert len(got) == 3
         assert transfer_of(twin) is not transfer_of(loader)
-
-
-@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
-def test_copies_of_an_async_loader(duplicate: Any) -> None:
-    """They have its options."""
-    given = DeviceOptions(device_prefetch=2, device_transform=double)
-    loader = AsyncDataLoader[Any](Numbers(6), device="cpu", device_options=given)
-    twin = duplicate(loader)
-    assert (twin.device, twin.device_options) == ("cpu", given)
 
 
 def test_a_transform_may_refer_to_its_loader() -> None:
@@ -174,19 +154,3 @@ def test_another_accelerator_that_is_not_there(name: str) -> None:
             next(iter(DataLoader[Any](Numbers(3), device=name)))
     else:
         assert isinstance(open_accelerator(torch.device(name)), PlainAccelerator)
-
-
-def test_the_error_travels_between_processes() -> None:
-    """The pickled error keeps its parts."""
-    error = pickle.loads(pickle.dumps(DeviceUnavailable("cuda:7", "torch sees 2 CUDA devices")))
-    assert (error.device, error.reason) == ("cuda:7", "torch sees 2 CUDA devices")
-
-
-def test_other_devices_get_plain_copies() -> None:
-    """Torch knows devices that we do not: the meta device, which exists everywhere, stands for them."""
-    given = DeviceOptions(device_transform=double)
-    loader = DataLoader[Any](Numbers(6), batch_size=2, num_workers=1, device="meta", device_options=given)
-    batches = list(loader)
-    assert [(batch.device.type, tuple(batch.shape)) for batch in batches] == [("meta", (2, 3))] * 3
-    text = loader.explain()
-    assert "device: meta, 1 batch ahead, by plain copies: rings are page-locked for CUDA alone" in text

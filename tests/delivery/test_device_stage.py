@@ -13,11 +13,10 @@ from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import OnDevice
 from asyncloader.delivery.transfer import DeviceTransfer
-from asyncloader.errors import PageLockError
 from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
-from tests.delivery.fake import PATIENCE_S, FakeEvent, FakeMachine
+from tests.delivery.fake import PATIENCE_S, FakeMachine
 from tests.delivery.stages import closing
 
 
@@ -83,19 +82,6 @@ def test_the_slot_is_free_after_the_event_and_not_before() -> None:
     assert ring.idle
     assert overwrite_free_slots(ring) == 12
     assert torch.equal(batch, batch_of(3))
-    world.close()
-
-
-def test_the_next_copy_begins_while_one_is_under_way() -> None:
-    """The device always has work: it is asked for the second copy before the first is done."""
-    world, ring = World(ahead=2), new_ring()
-    world.put(deliver(0, ring), deliver(1, ring))
-    first, second = world.take(), world.take()
-    assert (world.device.events, world.device.reached) == (2, 0)
-    world.device.advance()
-    world.device.advance()
-    assert torch.equal(first, batch_of(0))
-    assert torch.equal(second, batch_of(1))
     world.close()
 
 
@@ -182,45 +168,6 @@ def test_a_segment_of_its_own_is_staged() -> None:
     world.close()
 
 
-def test_a_batch_without_bytes_is_not_staged() -> None:
-    """There is nothing to copy."""
-    world, ring = World(), new_ring()
-    world.put(deliver(0, ring, ["text", 1]))
-    assert world.take() == ["text", 1]
-    assert (world.statistics.staged_batches, world.statistics.page_locked_bytes) == (0, 0)
-    world.close()
-
-
-def test_numpy_arrays_stay_where_they_are() -> None:
-    """They are views of the slot, which the consumer therefore holds as long as it keeps them."""
-    world, ring = World(manual=False), new_ring()
-    world.put(deliver(0, ring, {"x": torch.ones(3), "y": torch.arange(4).numpy()}))
-    batch = world.take()
-    world.stage.close()
-    assert not ring.idle
-    overwrite_free_slots(ring)
-    assert batch["y"].tolist() == [0, 1, 2, 3]
-    del batch
-    assert ring.idle
-    world.close()
-
-
-def test_rings_of_several_workers() -> None:
-    """Each ring is locked when its first batch arrives, and unlocked with its memory."""
-    world = World(ahead=9, manual=False)
-    rings = [new_ring(number=number) for number in range(3)]
-    for seq in range(9):
-        world.put(deliver(seq, rings[seq % 3]))
-    batches = [world.take() for _ in range(9)]
-    assert all(torch.equal(batch, batch_of(seq)) for seq, batch in enumerate(batches))
-    assert len(world.machine.locks) == 3
-    assert world.statistics.page_locked_bytes == sum(ring.nbytes for ring in rings)
-    world.close()
-    del rings
-    gc.collect()
-    assert world.machine.locked == []
-
-
 def test_without_locks_everything_is_staged() -> None:
     """The driver cannot lock memory; the slot is free after the copy."""
     world, ring = World(lockable=False), new_ring()
@@ -244,17 +191,6 @@ def failure(world: World) -> BaseException:
     return error
 
 
-def test_a_ring_that_cannot_be_locked() -> None:
-    """The error is delivered instead of the batch, and the batch's slot is free."""
-    refusal = PageLockError(1 << 30, 65536, "CUDA_ERROR_OUT_OF_MEMORY (2): out of memory")
-    world, ring = World(refusal=refusal), new_ring()
-    world.put(deliver(0, ring))
-    assert failure(world) is refusal
-    world.close()
-    assert ring.idle
-    assert world.device.sources == []
-
-
 def test_a_transform_that_raises() -> None:
     """Its error is delivered instead of the batch; copies that were begun are waited for, and the slot is released."""
 
@@ -272,43 +208,6 @@ def test_a_transform_that_raises() -> None:
     world.close()
     gc.collect()
     assert ring.idle
-
-
-def test_slots_are_free_before_the_transform_has_ended() -> None:
-    """They are released at the event of their copies, so that a slow transform takes no slot from the workers."""
-    world, ring = World(transform=torch.Tensor.double), new_ring()
-    world.put(deliver(0, ring))
-    batch = world.take()
-    copied = world.device.waits.get(timeout=PATIENCE_S)
-    assert not ring.idle
-    world.device.advance()
-    assert copied.done.is_set()
-    world.stage._releaser.wait(0)
-    assert ring.idle
-    ready = world.device.handed[0].event
-    assert isinstance(ready, FakeEvent)
-    assert not ready.done.is_set()
-    world.close()
-    assert batch.dtype is torch.float64
-
-
-def test_a_batch_that_cannot_be_opened() -> None:
-    """An object that does not unpickle here fails the epoch, and its slot is released."""
-    world, ring = World(), new_ring()
-    world.put(deliver(0, ring, [torch.zeros(3), Broken()]))
-    assert isinstance(failure(world), KeyError)
-    world.close()
-    gc.collect()
-    assert ring.idle
-
-
-class Broken:
-    def __reduce__(self) -> Any:
-        return _break, ()
-
-
-def _break() -> None:
-    raise KeyError("broken")
 
 
 # ---------------------------------------------------------------------------------------- the stage's end
@@ -385,14 +284,3 @@ def test_dropped_without_an_end() -> None:
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert ring.idle
-
-
-def test_static_batches() -> None:
-    """Every batch is in the same tensors, which are filled when it is taken."""
-    world, ring = World(ahead=2, static=True, manual=False), new_ring()
-    world.put(*[deliver(seq, ring) for seq in range(4)])
-    first = world.take()
-    for seq in range(1, 4):
-        assert world.take() is first
-        assert torch.equal(first, batch_of(seq))
-    world.close()

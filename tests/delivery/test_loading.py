@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Tuning
+from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions
 from asyncloader.workers.memory import inline_collate
 from tests.delivery.fake import FakeMachine, installed
 from tests.helpers.comparing import assert_same
@@ -66,18 +66,6 @@ def test_batches_ahead(kind: str, ahead: int) -> None:
             device_options=DeviceOptions(device_prefetch=ahead),
         )
     assert_same(got, expected)
-
-
-@SOME_KIND
-@pytest.mark.parametrize("persistent", [False, True])
-def test_as_batches_complete(kind: str, persistent: bool) -> None:
-    """With ``in_order=False`` every batch is delivered once."""
-    options: dict[str, Any] = {"batch_size": 3, "num_workers": 2, "in_order": False, "persistent_workers": persistent}
-    with installed():
-        run = run_loader(kind, Numbers(60), epochs=2, device="cpu", **options)
-    for epoch in run.epochs:
-        found = sorted(batch.tolist() for batch in epoch)
-        assert found == [batch.tolist() for batch in collect("sync", Numbers(60), batch_size=3)]
 
 
 @SOME_KIND
@@ -169,21 +157,6 @@ def test_batches_that_outgrow_the_ring(kind: str) -> None:
     assert len(machine.locks) == 2
     assert stats["device/page_locked_bytes"] == sum(lock.nbytes for lock in machine.locks)
     assert stats["device/page_lock_s"] > 0
-
-
-@SOME_KIND
-def test_a_ring_that_must_not_grow(kind: str) -> None:
-    """With `ring_bytes` every batch that is too large takes the pinned path."""
-    sizes = [100, 1 << 18] * 5
-    with installed() as machine:
-        batches, _, stats = run(
-            kind, Sized(sizes), num_workers=1, device="cpu", collate_fn=first, tuning=Tuning(ring_bytes=1 << 17)
-        )
-    assert [len(batch) for batch in batches] == sizes
-    assert all((batch == index).all() for index, batch in enumerate(batches))
-    assert machine.device.sources == ["ring", "pinned"] * 5
-    assert stats["device/staged_batches"] == 5
-    assert len(machine.locks) == 1
 
 
 def numpy_views(samples: list[Any]) -> Any:

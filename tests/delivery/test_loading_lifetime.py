@@ -74,19 +74,6 @@ def _some(batches: Iterator[Any], count: int) -> list[Any]:
 # ------------------------------------------------------------------------------------------------- locks
 
 
-@SOME_KIND
-def test_persistent_workers_rings_are_locked_once(kind: str) -> None:
-    """They are locked once for all epochs, and unlocked when the loader is closed."""
-    expected = collect("sync", Numbers(20), batch_size=4)
-    with installed() as machine:
-        epochs = some(kind, [-1] * 4, Numbers(20), batch_size=4, num_workers=2, device="cpu", persistent_workers=True)
-        assert len(machine.devices) == 1
-        assert len(machine.locks) == 2
-        assert unlocked(machine)
-    for epoch in epochs:
-        assert_same(epoch, expected)
-
-
 def growing(samples: list[Any]) -> Any:
     return samples[0].repeat(1 if samples[0][0] < 500 else 1 << 16)
 
@@ -293,21 +280,6 @@ def test_two_loaders_at_a_time(kind: str) -> None:
     assert_same([pair[1] for pair in pairs], collect("sync", Images(20), batch_size=2))
 
 
-def test_two_iterators_of_one_loader() -> None:
-    """They share the stream and take turns."""
-    with installed() as machine:
-        loader = DataLoader[Any](
-            Numbers(40), batch_size=2, num_workers=1, device="cpu", device_options=DeviceOptions(device_prefetch=3)
-        )
-        pairs = list(zip(loader, loader, strict=True))
-        assert len(machine.devices) == 1
-        assert len(machine.locked) <= 1  # kept for the next epoch: no more than one iterator's
-        loader.close()
-        assert unlocked(machine)
-    for index in range(2):
-        assert_same([pair[index] for pair in pairs], collect("sync", Numbers(40), batch_size=2))
-
-
 @SOME_KIND
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [0, 1, 7, 19])
@@ -409,13 +381,3 @@ def test_explain(kind: str) -> None:
         loader = make(Numbers(20), num_workers=2, device="cuda")
         exhaust(loader)
         assert "no driver that locks rings" in explained(loader)
-
-
-def test_random_numbers_are_drawn_as_without_a_device() -> None:
-    """A device does not change the meaning of a seed."""
-    runs = []
-    for device in (None, "cpu"):
-        torch.manual_seed(3)
-        with installed(), DataLoader[Any](Numbers(20), shuffle=True, num_workers=1, device=device) as loader:
-            runs.append(([batch.tolist() for batch in loader], float(torch.rand(()))))
-    assert runs[0] == runs[1]

@@ -52,18 +52,6 @@ def test_a_ring_is_locked_once() -> None:
     assert lock.holds(batch)
 
 
-def test_another_iterators_locker_knows_it() -> None:
-    """Rings outlive epochs; the ring itself knows whether it is locked."""
-    machine = FakeMachine()
-    ring = new_ring()
-    first, _ = locker(machine)
-    assert first.lock(ring)
-    second, statistics = locker(machine)
-    assert second.lock(ring)
-    assert len(machine.locks) == 1
-    assert (statistics.page_locked_bytes, statistics.page_lock_s) == (0, 0)
-
-
 def test_nothing_to_lock() -> None:
     """A batch without a ring, or a device that cannot lock memory: the batch takes the pinned path."""
     rings, statistics = locker(FakeMachine())
@@ -148,21 +136,6 @@ def new_mapping(nbytes: int = 4 * PAGE) -> segment.Mapping:
         return segment.map_segment(fd, nbytes)
     finally:
         os.close(fd)
-
-
-def test_before_unmapping_the_bytes_can_still_be_read() -> None:
-    """The callback finds the memory unchanged, and is called once."""
-    mapping = new_mapping()
-    mapping[:5] = b"hello"
-    found: list[bytes] = []
-    view = torch.frombuffer(mapping, dtype=torch.uint8)
-    address = view.data_ptr()
-    mapping.watch(lambda: found.append(ctypes.string_at(address, 5)))
-    del mapping
-    assert found == []
-    del view
-    gc.collect()
-    assert found == [b"hello"]
 
 
 # --------------------------------------------------------------------------------------------- pages

@@ -72,22 +72,6 @@ def seq_of(item: Any) -> int:
     return int(item.outcome[0])
 
 
-def test_order_is_kept_whatever_is_to_be_done() -> None:
-    """Batches, tasks' errors and the end come out in the order of their `put`, from one thread of the stage's own."""
-    ring, stage = new_ring(), Opening()
-    error = Deliver(1, 0, "a task's error")
-    for item in (deliver(0, ring), error, deliver(2, None), Finish()):
-        stage.put(item)
-    del item
-    assert seq_of(stage.next()) == 0
-    assert stage.next() is error
-    assert seq_of(stage.next()) == 2
-    assert stage.next() == Finish()
-    stage.close()
-    assert len(stage.seen_by) == 1
-    assert threading.get_ident() not in stage.seen_by
-
-
 @pytest.mark.parametrize("ahead", [1, 2, 3])
 def test_no_more_are_prepared_than_asked_for(ahead: int) -> None:
     """The next batch's turn comes when the consumer has taken a batch."""
@@ -210,19 +194,6 @@ def test_a_thread_that_cannot_be_made_ready() -> None:
     assert ring.idle
 
 
-def test_the_initializer_runs_once_in_the_thread() -> None:
-    """It runs in the thread that prepares the batches."""
-    threads: list[int] = []
-    ring = new_ring()
-    stage = Opening(initializer=lambda: threads.append(threading.get_ident()))
-    for seq in range(3):
-        stage.put(deliver(seq, ring))
-        assert seq_of(stage.next()) == seq
-    stage.close()
-    assert set(threads) == stage.seen_by
-    assert len(threads) == 1
-
-
 # ---------------------------------------------------------------------------------------- the stage's end
 
 
@@ -246,40 +217,6 @@ def test_closing_with_work_in_hand(oneoff: bool) -> None:
     for fd in fds:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
-
-
-def test_closing_discards_what_has_no_room() -> None:
-    """Batches for which the consumer never made room are not opened, and their slots are released."""
-    ring, stage = new_ring(), Opening(1)
-    for seq in range(5):
-        stage.put(deliver(seq, ring))
-    assert seq_of(stage.next()) == 0
-    stage.close()
-    assert (stage.prepared, ring.idle) == (1, True)
-
-
-def test_closing_twice_and_from_several_threads() -> None:
-    """Each call returns when the thread has ended."""
-    stage = Opening()
-    threads = [threading.Thread(target=stage.close) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    stage.close()
-    assert not stage._thread.is_alive()
-
-
-def test_what_comes_after_the_end_is_discarded() -> None:
-    """No thread would open it."""
-    ring, stage = new_ring(), Opening()
-    stage.close()
-    stage.put(deliver(0, ring))
-    stage.put(Finish())
-    stage.taken()
-    stage.close()
-    assert ring.idle
-    assert stage.out.empty()
 
 
 def test_closing_in_the_stages_own_thread() -> None:

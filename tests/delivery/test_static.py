@@ -97,14 +97,6 @@ def test_what_has_no_fixed_place_is_delivered_as_it_is() -> None:
         assert filled[2] is not batch[2]
 
 
-def test_batches_without_tensors_and_empty_tensors() -> None:
-    """A batch without anything to keep is no error."""
-    static = StaticTensors()
-    for _ in range(2):
-        assert fill(static, ["text", 1]) == ["text", 1]
-        assert fill(static, torch.empty(0, 3)).shape == (0, 3)
-
-
 def test_validation_and_training_share_them() -> None:
     """Tensors that were made in inference mode could not be written to outside of it, nor used by autograd."""
     static = StaticTensors()
@@ -118,15 +110,6 @@ def test_validation_and_training_share_them() -> None:
     with torch.inference_mode():
         assert fill(static, torch.full((3,), 2.0)) is first
     assert first.tolist() == [2.0] * 3
-
-
-def test_tensors_that_require_gradients() -> None:
-    """Autograd does not record the copy."""
-    static = StaticTensors()
-    for number in range(2):
-        filled = fill(static, torch.full((2,), float(number), requires_grad=True))
-        assert not filled.requires_grad
-        assert filled.tolist() == [number, number]
 
 
 def test_there_are_so_many_sets_and_no_more() -> None:

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from asyncloader.delivery.accelerator import PlainAccelerator
-from asyncloader.delivery.tensors import tensors_of
 from asyncloader.delivery.transfer import DeviceTransfer
-from tests.delivery.fake import PATIENCE_S, STALE, FakeAccelerator, FakeEvent, FakeMachine
+from tests.delivery.fake import PATIENCE_S, STALE, FakeEvent, FakeMachine
 
 CPU = torch.device("cpu")
 
@@ -63,15 +62,6 @@ def test_memory_that_is_not_locked_is_pinned_first() -> None:
     assert [tensor.tolist() for tensor in ready.batch] == [[0, 1, 2, 3, 4], [1, 1]]
     assert machine.device.sources == ["pinned", "pinned"]
     assert machine.trouble == []
-
-
-@pytest.mark.parametrize("locked", [False, True])
-def test_containers_are_the_same_on_both_paths(locked: bool) -> None:
-    """A tuple stays a tuple, where torch's pinning makes a list of it."""
-    _, transfer = new(manual=False)
-    batch = transfer.take(transfer.start((torch.zeros(1), (torch.ones(1),)), locked=locked))
-    assert type(batch) is tuple
-    assert type(batch[1]) is tuple
 
 
 def test_the_transform_runs_behind_the_copies() -> None:
@@ -154,24 +144,6 @@ def test_after_an_error_of_the_transform_the_source_is_not_read_any_more() -> No
     assert (machine.device.events, machine.device.reached) == (2, 2)
 
 
-def test_a_device_that_fails_in_the_end_does_not_hide_the_first_error() -> None:
-    """The transform's error is raised, even if the device has failed, too."""
-
-    class Failing(PlainAccelerator):
-        failed = False
-
-        def event(self) -> None:
-            if self.failed:
-                raise RuntimeError("device-side assert")
-
-    def refuse(batch: Any) -> Any:
-        Failing.failed = True
-        raise KeyError("no label")
-
-    with pytest.raises(KeyError, match="no label"):
-        DeviceTransfer(Failing(CPU), refuse, static=False).start(torch.zeros(2), locked=True)
-
-
 def test_two_threads_take_turns() -> None:
     """Two iterators of one loader, for example: a device is asked for one batch at a time."""
     machine, transfer = new(manual=False)
@@ -223,24 +195,6 @@ def test_each_part_of_a_sparse_tensor_is_handed_over() -> None:
     assert batch["b"].crow_indices().data_ptr() in handed.addresses
 
 
-def test_tensors_elsewhere_are_not_handed_over() -> None:
-    """The device gets only its own tensors, not those that a transform leaves on another device."""
-
-    class Elsewhere(PlainAccelerator):
-        def __init__(self) -> None:
-            super().__init__(torch.device("meta"))
-            self.handed: list[torch.Tensor] = []
-
-        def sync_current_stream(self, tensors: Any, event: Any) -> None:
-            self.handed += tensors
-
-    device = Elsewhere()
-    transfer = DeviceTransfer(device, lambda batch: [*batch, torch.zeros(2)], static=False)
-    batch = transfer.take(transfer.start([torch.ones(3)], locked=False))
-    assert [tensor.device.type for tensor in batch] == ["meta", "cpu"]
-    assert [tensor is batch[0] for tensor in device.handed] == [True]
-
-
 def test_a_plain_device_gets_plain_copies() -> None:
     """It has no locks and no events; on the CPU itself a batch keeps its own tensors."""
     transfer = DeviceTransfer(PlainAccelerator(CPU), None, static=False)
@@ -249,16 +203,6 @@ def test_a_plain_device_gets_plain_copies() -> None:
     assert ready.event is None
     assert transfer.take(ready)[0] is source[0]
     assert transfer.accelerator.lock is None
-
-
-def test_a_batch_without_tensors_has_an_event_of_its_own() -> None:
-    """Order is kept whatever a batch contains."""
-    machine, transfer = new(manual=False)
-    ready = transfer.start(["text"], locked=False)
-    assert ready.tensors == tensors_of(ready.batch) == []
-    assert transfer.take(ready) == ["text"]
-    assert isinstance(transfer.accelerator, FakeAccelerator)
-    assert machine.trouble == []
 
 
 def test_a_transform_that_was_compiled_with_graphs() -> None:

@@ -5,9 +5,7 @@ it does while an epoch runs, the batches are those of a fixed number.
 from __future__ import annotations
 
 import asyncio
-import copy
 import os
-import pickle
 import signal
 from pathlib import Path
 from typing import Any
@@ -165,17 +163,3 @@ def test_where_it_is_refused() -> None:
             DataLoader[Any](dataset, concurrency="auto", **options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="a positive integer, 'auto' or None, but got concurrency='often'"):
         DataLoader[Any](Yielding(8), concurrency="often")  # type: ignore[arg-type]
-
-
-def test_each_loader_has_a_choice_of_its_own() -> None:
-    """Also one that is made from another, or sent elsewhere."""
-    loader = made("sync", Yielding(8), (256, 3))
-    chosen: Any = loader.concurrency
-    assert chosen == "auto"
-    assert int(chosen) == 256
-    other: Any
-    for other in (loader.clone(), DataLoader[Any](Yielding(8), concurrency=chosen), pickle.loads(pickle.dumps(loader))):
-        assert other.concurrency == "auto"
-        assert other.concurrency is not chosen
-    other = copy.copy(chosen)
-    assert other.option == "concurrency"

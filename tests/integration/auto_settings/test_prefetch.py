@@ -143,15 +143,6 @@ def test_shards(streams: int | None, tmp_path: Path) -> None:
     assert_same(run(2, 32, 1, 8, 3, 32, 2), run(2))
 
 
-def test_threads() -> None:
-    """Workers that are threads have no rings."""
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "workers": "threads", "seed": 3}
-    with made("sync", Rows(SAMPLES), (2, 32, 1, 9), **options) as loader:
-        found = list(loader)
-    with made("sync", Rows(SAMPLES), (2,), **options) as loader:
-        assert_same(found, list(loader))
-
-
 def test_what_a_sampler_draws_depends_on_no_timing() -> None:
     """The sampler and the consumer draw from one generator in torch mode: the order of their draws is always the same,
     however the number changes. (A fixed number has another order of its own.)

@@ -10,7 +10,6 @@ import os
 import signal
 import time
 import weakref
-from collections.abc import Iterator
 from multiprocessing import util
 from pathlib import Path
 from typing import Any, cast
@@ -198,18 +197,6 @@ def test_a_worker_that_is_killed_while_the_number_changes(tmp_path: Path) -> Non
         assert stats["data/worker_restarts"] == 1.0
 
 
-def test_every_worker_is_killed_from_outside_after_each_change(expected: list[Any]) -> None:
-    """Also those that get no more tasks."""
-    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 2, 4, 1, 3, 3) as loader:
-        batches, found = iter(loader), list[Any]()
-        for batch in batches:
-            found.append(batch)
-            if len(found) in (8, 40):
-                for process in list(batches._workers):
-                    process.kill()
-    assert_same(found, expected[0])
-
-
 def test_a_state_that_is_saved_during_a_change(expected: list[Any]) -> None:
     """It is resumed with a fixed number, and the state of a fixed number with a number that changes."""
     with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 4, 2, 5) as loader:
@@ -239,24 +226,6 @@ def test_an_epoch_that_is_left_while_workers_start(persistent: bool, expected: l
                     assert_same(batch, expected[0][stop - 1])
                     break
         assert_same(list(loader), expected[0])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["sync", "asyncio"])
-def test_two_iterators_at_a_time(kind: str, expected: list[Any]) -> None:
-    """The first changes its number, the other keeps its own."""
-    if kind == "sync":
-        with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3, 2, 2, 4) as loader:
-            pairs: Iterator[Any] = zip(loader, loader, strict=True)
-            assert_same([each for each, _ in pairs], expected[0])
-        return
-
-    async def run() -> list[Any]:
-        async with planned(AsyncDataLoader(AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3, 2, 4) as loader:
-            first, second = aiter(loader), aiter(loader)
-            return [(await anext(second), batch)[1] async for batch in first]
-
-    assert_same(run_async(run()), expected[0])
 
 
 @pytest.mark.parametrize("numbers", [(1, 4, 2, 6, 1), (5, 1, 3, 3)])

@@ -7,7 +7,6 @@ import logging
 import pickle
 import random
 import resource
-import threading
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -70,12 +69,6 @@ class Broken(Rows):
 
     def __getitem__(self, index: int) -> Any:
         raise RuntimeError(f"sample {index} is broken")
-
-
-class ThreadContext:
-    """A multiprocessing context that makes threads."""
-
-    Process = threading.Thread
 
 
 @pytest.mark.parametrize(
@@ -228,21 +221,6 @@ def test_a_dataset_that_has_changed() -> None:
         assert len(list(batches)) == 199
         assert loader.stats()["data/num_workers"] == 1.0
         assert "No new worker was forked, because" in loader.explain()
-
-
-def test_every_decision_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """With its reason."""
-    with (
-        caplog.at_level(logging.INFO, "asyncloader"),
-        planned(DataLoader[Any](Rows(400), batch_size=2, num_workers="auto", seed=1), 1, 3) as loader,
-    ):
-        assert len(list(loader)) == 200
-    assert 'num_workers="auto" goes to 3 workers instead of 1: it is planned' in caplog.text
-
-
-def test_copies_are_of_one_type() -> None:
-    """A copied value is a choice of its own."""
-    assert copy.copy(AutoValue("num_workers")).option == "num_workers"
 
 
 def test_a_number_that_is_left_to_the_loader_later() -> None:

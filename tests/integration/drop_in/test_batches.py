@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-import asyncloader
-from asyncloader import AsyncDataLoader, DataLoader, NeverIteratedWarning, Tuning
+from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Images, Numbers
 from tests.helpers.frameworks import epoch
 from tests.helpers.running import BOTH, collect, run_async
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
-Torchs = torch.utils.data.DataLoader
 
 
 # ------------------------------------------------------------------------------------------- 16
@@ -115,37 +113,3 @@ def framework(loader: Any) -> Any:
     """A stock loader made from the attributes of the user's loader, like those of Accelerate, Ray Train and others."""
     names = ["batch_sampler", "num_workers", "collate_fn", "generator"]
     return torch.utils.data.DataLoader(loader.dataset, **{name: getattr(loader, name) for name in names})
-
-
-def test_replaced_a_loader_says_so() -> None:
-    """A stock loader that a framework made in place of our unused, collected loader warns, once."""
-    loader = DataLoader[Any](Numbers(6), batch_size=2)
-    theirs = framework(loader)
-    assert type(theirs) is Torchs
-    del loader
-    with pytest.warns(NeverIteratedWarning, match="never iterated"):
-        assert len(list(theirs)) == 3
-    assert len(list(theirs)) == 3
-
-
-def test_replaced_install_makes_frameworks_build_ours() -> None:
-    """Inside `asyncloader.install()` the same framework gets our loader; afterwards torch's again."""
-    loader = DataLoader[Any](Numbers(6), batch_size=2)
-    with asyncloader.install():
-        theirs = framework(loader)
-    assert isinstance(theirs, DataLoader)
-    assert_same(list(theirs), list(loader))
-    assert type(framework(loader)) is Torchs
-
-
-@BOTH_CLASSES
-def test_replaced_clone_and_from_torch_bring_ours_back(make: Any) -> None:
-    """`from_torch` makes our loader of a loader that a framework prepared, and `clone` works on the result."""
-    prepared = framework(DataLoader[Any](Numbers(6), batch_size=2, shuffle=True))
-    mine = make.from_torch(prepared, num_workers=1, concurrency=5)
-    assert type(mine) is make
-    assert mine.batch_sampler is prepared.batch_sampler
-    again = mine.clone(batch_sampler=[[0, 1], [5]])
-    assert again.concurrency == 5
-    assert_same(epoch(again), collect("torch", Numbers(6), batch_sampler=[[0, 1], [5]]))
-    assert len(epoch(mine)) == 3

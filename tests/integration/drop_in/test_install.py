@@ -7,7 +7,6 @@ import functools
 import pickle
 import subprocess
 import sys
-import threading
 import types
 import warnings
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.utils.data
 
-import asyncloader
 from asyncloader import DataLoader, install
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers
@@ -89,16 +87,6 @@ def test_wherever_the_class_was_taken_before(monkeypatch: pytest.MonkeyPatch) ->
     assert {type(loader) for loader in (default(), part())} == {Torchs}
 
 
-def test_it_holds_in_all_threads() -> None:
-    """Another thread makes our loader, too."""
-    seen: list[Any] = []
-    with install() as ours:
-        thread = threading.Thread(target=lambda: seen.append(type(torch.utils.data.DataLoader(Numbers(3)))))
-        thread.start()
-        thread.join()
-    assert seen == [ours]
-
-
 def test_loaders_made_before_stay_torchs() -> None:
     """Older loaders are iterated by torch's engine inside the block, without a warning; they pickle and copy."""
     before = Torchs(Numbers(4), num_workers=1)
@@ -163,9 +151,3 @@ assert isinstance(torch.utils.data.DataLoader([1]), asyncloader.DataLoader)
 """
     done = run_script(tmp_path, script)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_it_is_part_of_the_package() -> None:
-    """`install` is among the names that the package exports."""
-    assert asyncloader.install is install
-    assert "install" in asyncloader.__all__

@@ -16,7 +16,6 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
-import asyncloader
 from asyncloader import DataLoader, install
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers
@@ -145,26 +144,6 @@ def test_a_subclass_keeps_its_attributes() -> None:
     assert len(list(loader)) == 3
 
 
-def test_an_abstract_subclass_stays_abstract() -> None:
-    """Inside, too, the abstract class cannot be instantiated, and its concrete subclass can."""
-
-    class Base(Torchs[Any], abc.ABC):
-        @abc.abstractmethod
-        def name(self) -> str: ...
-
-    class Concrete(Base):
-        def name(self) -> str:
-            return "concrete"
-
-    abstract: Any = Base
-    with install():
-        with pytest.raises(TypeError, match="abstract"):
-            abstract(Numbers(3))
-        loader: Any = Concrete(Numbers(3))
-    assert isinstance(loader, Base)
-    assert (loader.name(), len(list(loader))) == ("concrete", 3)
-
-
 class Theirs(Torchs[Any]):
     """A library's subclass of torch's loader."""
 
@@ -242,18 +221,3 @@ def test_own_iterators_are_named_once(kind: Any, workers: int) -> None:
                 assert len(list(kind(Numbers(3), num_workers=workers))) == 3
                 assert len(list(kind(Numbers(3), num_workers=workers))) == 3
     assert [f"{kind.__module__}.{kind.__qualname__}:" in text for text in told(caught)] == [True, True]
-
-
-def test_nobody_else_is_named() -> None:
-    """Our own loaders, subclasses of either kind, and callers of `super()._get_iterator()` cause no warning."""
-
-    class Wrapping(Torchs[Any]):
-        def _get_iterator(self) -> Any:
-            return super()._get_iterator()
-
-    with warnings.catch_warnings(record=True) as caught, install():
-        warnings.simplefilter("always")
-        for kind in (Torchs, Wrapping, DataLoader, asyncloader.StatefulDataLoader):
-            for workers in (0, 1):
-                assert len(list(kind(Numbers(3), num_workers=workers))) == 3
-    assert told(caught) == []

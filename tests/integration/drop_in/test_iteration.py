@@ -21,7 +21,7 @@ from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers, Pids
 from tests.helpers.frameworks import epoch
-from tests.helpers.running import BOTH, KINDS, assert_like_torch, await_our_threads, collect, outcomes, run_async
+from tests.helpers.running import BOTH, assert_like_torch, await_our_threads, collect, outcomes, run_async
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
 Torchs = torch.utils.data.DataLoader
@@ -115,19 +115,6 @@ def test_point_11_several_iterators_live_side_by_side() -> None:
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [0, 2])
-def test_point_11_one_batch_and_no_more(workers: int) -> None:
-    """`next(iter(loader))`, and `break` after one batch, leave nothing running (sanity checks, sample batches)."""
-    loader = DataLoader[Any](Numbers(50), num_workers=workers)
-    for _ in range(3):
-        next(iter(loader))
-        await_end()
-        for _ in loader:
-            break
-        await_end()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("workers", [0, 2])
 def test_point_11_composer_contract(workers: int) -> None:
     """`_iterator` is None when a loader is handed in; a resumed run abandons an iterator for each epoch before it."""
     mine, theirs = (
@@ -190,38 +177,7 @@ def test_point_12_set_epoch_after_iter(make: Any, options: dict[str, Any], notic
     assert all(torch.equal(a, b) for a, b in zip(late, following, strict=True)) == noticed
 
 
-@BOTH_CLASSES
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str)
-def test_point_12_no_batch_crosses_an_epoch(make: Any, workers: dict[str, Any]) -> None:
-    """`set_epoch` between two epochs holds for the whole next epoch: none of it was fetched before."""
-    sampler: DistributedSampler[Any] = DistributedSampler(Numbers(16), num_replicas=2, rank=1)
-    loader = make(Numbers(16), sampler=sampler, batch_size=2, **workers)
-    for number in (0, 3, 1):
-        sampler.set_epoch(number)
-        alone: DistributedSampler[Any] = DistributedSampler(Numbers(16), num_replicas=2, rank=1)
-        alone.set_epoch(number)
-        assert_same(epoch(loader), collect("torch", Numbers(16), sampler=alone, batch_size=2))
-    loader.close()
-
-
 # ------------------------------------------------------------------------------------------- 13
-
-
-class Noisy(Dataset[Any]):
-    """Augments from torch's global generator."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Any:
-        return torch.rand(2) + index
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_point_13_same_seeds_same_batches(kind: str, workers: int) -> None:
-    """Two epochs give torch's batches from torch's seeds, and draw from the global generators as often as torch."""
-    assert_like_torch(kind, Noisy(), epochs=2, shuffle=True, batch_size=3, num_workers=workers)
 
 
 # ------------------------------------------------------------------------------------------- 14

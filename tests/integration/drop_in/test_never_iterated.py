@@ -48,12 +48,6 @@ class Share:
         return iter(self.batch_sampler)
 
 
-def test_its_class() -> None:
-    """The warning can be filtered by its class, which is a UserWarning."""
-    assert issubclass(NeverIteratedWarning, UserWarning)
-    assert asyncloader.NeverIteratedWarning is NeverIteratedWarning
-
-
 # ------------------------------------------------------------------------------------------------- the warning is given
 
 
@@ -77,24 +71,6 @@ def test_a_stock_loader_in_its_place_warns(options: dict[str, Any], wrapper: Any
     assert messages(lambda: list(stock[0])) == []
 
 
-def test_it_points_at_the_loop(tmp_path: Path) -> None:
-    """The warning points at the line that iterates."""
-    script = """
-import warnings
-import torch
-warnings.simplefilter("always")
-from asyncloader import DataLoader
-loader = DataLoader(torch.arange(4))
-loader = torch.utils.data.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
-for batch in loader:  # here
-    pass
-"""
-    done = run_script(tmp_path, script)
-    assert done.returncode == 0
-    assert done.stderr.count("NeverIteratedWarning") == 1
-    assert "# here" in done.stderr
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_as_an_error_it_costs_nothing(workers: int) -> None:
     """Made an error, the warning is raised by the first `iter()`; the next `iter()` gives all batches."""
@@ -106,16 +82,6 @@ def test_as_an_error_it_costs_nothing(workers: int) -> None:
         with pytest.raises(NeverIteratedWarning):
             iter(stock)
     assert len(list(stock)) == 4
-
-
-def test_persistent_workers_that_run_already() -> None:
-    """A stock loader that has read an epoch before ours is collected warns when it begins the next."""
-    loader = DataLoader[Any](Numbers(4), num_workers=1, persistent_workers=True)
-    stock = stock_from(loader)
-    assert len(list(stock)) == 4
-    del loader
-    for expected in (1, 0):
-        assert len(messages(lambda: list(stock))) == expected
 
 
 def test_until_then_the_batch_sampler_is_torchs() -> None:
@@ -138,14 +104,6 @@ def test_until_then_the_batch_sampler_is_torchs() -> None:
         assert messages(lambda twin=twin: list(Torchs(Numbers(4), batch_sampler=twin))) == []  # type: ignore[misc]
     assert len(list(DataLoader[Any](Numbers(4), batch_sampler=Share(batches)))) == 2
     assert type(batches) is BatchSampler
-
-
-def test_collecting_it_looks_at_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time does not grow with the program's objects, which no part of the garbage collector lists."""
-    for name in ("get_objects", "get_referrers"):
-        monkeypatch.delattr(gc, name)
-    stock = stock_from(DataLoader[Any](Numbers(4)))
-    assert len(messages(lambda: list(stock))) == 1
 
 
 # ------------------------------------------------------------------------------------------------- no warning

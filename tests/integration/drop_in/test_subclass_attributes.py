@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -69,14 +68,6 @@ for each in THEIRS:
     setattr(Properties, each, _computed(each))
 
 
-class AsyncAfter(AsyncDataLoader[Any]):
-    """Sets them after the asynchronous loader's constructor."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        keep(self)
-
-
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
@@ -103,19 +94,6 @@ def test_batches_are_as_without(kind: Any, plain: Any, workers: int) -> None:
             found.append(list(loader))
             assert {name: getattr(loader, name) for name in THEIRS} == THEIRS
     assert_same(found, expected)
-
-
-@WORKERS
-def test_batches_of_the_asynchronous_one(workers: int) -> None:
-    """The asynchronous loader has torch's batches, and the attributes keep the subclass's values."""
-
-    async def run() -> list[Any]:
-        async with AsyncAfter(Numbers(18), batch_size=4, num_workers=workers) as loader:
-            found = [batch async for batch in loader]
-            assert {name: getattr(loader, name) for name in THEIRS} == THEIRS
-            return found
-
-    assert_same(run_async(run()), collect("torch", Numbers(18), batch_size=4))
 
 
 @pytest.mark.parametrize("kind", [Before, After, Properties])
@@ -158,13 +136,6 @@ def test_an_argument_of_its_own(kind: Any) -> None:
     assert (clone.device, clone.batch_size, clone.concurrency) == ("meta", 2, 9)
     assert "device:" not in clone.explain()
     assert loader.clone(device="cuda").device == "cuda"
-
-
-def test_another_class_is_not_given_it() -> None:
-    """A plain loader is made from the options that the plain constructor was given."""
-    stock = DataLoader[Any].from_torch(Moving(Numbers(6), device="meta", batch_size=2, concurrency=9))
-    assert (stock.device, stock.concurrency) == (None, 9)
-    assert_same(list(stock), collect("torch", Numbers(6), batch_size=2))
 
 
 # Names that look private, or like ours, under which programs keep values; some are set before torch's constructor ran.
@@ -219,36 +190,6 @@ def test_what_is_computed_gives_way(kind: Any) -> None:
     assert (loader.skipped_samples, loader.padding) == ([], 0)
     loader.skipped_samples, loader.padding = ["theirs"], "same"
     assert (loader.skipped_samples, loader.padding) == (["theirs"], "same")
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda loader: pickle.loads(pickle.dumps(loader)),
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("kind", [Moving, AsyncMoving])
-def test_copies_have_them_too(kind: Any, way: str) -> None:
-    """Copies and pickles of a subclass keep its attributes; they are open though the original is closed."""
-    loader = kind(Numbers(6), device="meta", batch_size=2)
-    loader.tags = ["a"]
-    loader.close()
-    other = COPIES[way](loader)
-    assert (other.device, other.tags, other.batch_size) == ("meta", ["a"], 2)
-    found = list(other) if kind is Moving else run_async(_all(other))
-    assert_same(found, collect("torch", Numbers(6), batch_size=2))
-
-
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
-def test_an_option_of_a_copy_is_its_own(kind: Any, way: str) -> None:
-    """Options that torch allows to be set are set on one loader, not on the loader that it was copied from."""
-    loader = kind(Numbers(6), batch_size=2)
-    other = COPIES[way](loader)
-    other.num_workers = 3
-    assert (loader.num_workers, other.num_workers) == (0, 3)
 
 
 class OfTorch(torch.utils.data.DataLoader[Any]):

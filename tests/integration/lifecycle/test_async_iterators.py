@@ -24,10 +24,6 @@ pytestmark = pytest.mark.loops
 LOOPS = ["asyncio", "uvloop"]
 
 
-def firsts(batches: list[Any]) -> list[float]:
-    return [float(batch[0, 0]) for batch in batches]
-
-
 async def test_break_frees_the_workers_at_once() -> None:
     """Leaving the loop with `break` ends the worker processes without a further call, while the loader lives."""
     loader = AsyncDataLoader[Any](Pids(100), num_workers=2)
@@ -57,19 +53,6 @@ async def test_break_from_a_persistent_loader_keeps_the_workers() -> None:
         deaths = Deaths(pids[0])
     assert deaths.ended()  # `async with` has waited for them
     deaths.close()
-
-
-async def test_abandoned_epochs_leave_no_stale_batch() -> None:
-    """After a break in the middle of the read-ahead the next epoch begins at its beginning, ten times over."""
-    async with AsyncDataLoader[Any](Numbers(30), num_workers=2, persistent_workers=True, batch_size=2) as loader:
-        for taken in [1, 0, 3, 7, 1, 1, 2, 5, 14, 1]:
-            got = []
-            async for batch in loader:
-                got.append(batch)
-                if len(got) > taken:
-                    break
-            assert firsts(got) == [200.0 * i for i in range(len(got))]
-        assert firsts([batch async for batch in loader]) == [200.0 * i for i in range(15)]
 
 
 async def test_aclose_ends_the_workers_before_it_returns() -> None:
@@ -120,19 +103,6 @@ def test_plain_close_and_with(workers: int) -> None:
     run_async(closes_inside())
 
 
-async def test_exception_in_the_body_frees_the_workers() -> None:
-    """When an exception leaves `async with`, no worker is left."""
-    deaths = Deaths([])
-    with pytest.raises(ZeroDivisionError):  # noqa: PT012 - the whole block is the subject
-        async with AsyncDataLoader[Any](Pids(50), num_workers=2) as loader:
-            async for batch in loader:
-                deaths = Deaths([int(batch[0])])
-                raise ZeroDivisionError
-    assert deaths.fds
-    assert deaths.ended()
-    deaths.close()
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 async def test_exhausted_iterator_stays_exhausted(workers: int) -> None:
     """After its end an iterator raises StopAsyncIteration each time, and its workers have exited."""
@@ -165,60 +135,6 @@ def test_several_iterators_at_a_time(kind: str, options: dict[str, Any]) -> None
     expected = collect("torch", Numbers(40), batch_size=3)
     for got in run_async(run(), kind):
         assert_same(got, expected)
-
-
-async def test_loader_aclose_ends_every_iterator() -> None:
-    """Leaving `async with` ends all iterators of the loader, not only the newest."""
-    async with AsyncDataLoader[Any](Pids(50), num_workers=1) as loader:
-        several = [aiter(loader) for _ in range(3)]
-        deaths = Deaths([int((await anext(batches))[0]) for batches in several])
-    assert deaths.ended()
-    deaths.close()
-    for batches in several:
-        with pytest.raises(LoaderClosed):
-            await anext(batches)
-
-
-def test_nested_loops() -> None:
-    """A loop over the loader may contain a loop over the same loader."""
-
-    async def run() -> list[tuple[float, float]]:
-        async with AsyncDataLoader[Any](Numbers(4), num_workers=1) as loader:
-            return [(float(a[0, 0]), float(b[0, 0])) async for a in loader async for b in loader]
-
-    assert run_async(run()) == [(a * 100.0, b * 100.0) for a in range(4) for b in range(4)]
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", LOOPS)
-@pytest.mark.parametrize(
-    "options", [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}], ids=str
-)
-def test_one_loader_in_several_runs(kind: str, options: dict[str, Any]) -> None:
-    """A loader may be used from one `asyncio.run` after another, epochs left early included; the order is torch's."""
-    torch.manual_seed(3)
-    loader = AsyncDataLoader[Any](Numbers(20), batch_size=3, shuffle=True, **options)
-
-    async def epoch(stop: int | None) -> list[Any]:
-        got: list[Any] = []
-        async for batch in loader:
-            got.append(batch)
-            if len(got) == stop:
-                break
-        return got
-
-    got = [run_async(epoch(stop), kind) for stop in (None, 2, None)]
-    loader.close()
-    torch.manual_seed(3)
-    torch_loader = torch.utils.data.DataLoader(Numbers(20), batch_size=3, shuffle=True, **options)
-    expected = [list(torch_loader) for _ in range(3)]
-    assert_same(got, [expected[0], expected[1][:2], expected[2]])
-
-
-def test_batches_outlive_everything() -> None:
-    """Batches keep their values after the end of the iterator, the loader and the event loop."""
-    got = collect("asyncio", Numbers(100), num_workers=2, batch_size=3)
-    assert_same(got, collect("torch", Numbers(100), batch_size=3))
 
 
 @pytest.mark.parametrize("kind", LOOPS)

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, DataLoader, Tuning
+from asyncloader import DataLoader, Tuning
 from tests.helpers.datasets import AsyncNumbers, Numbers
-from tests.helpers.running import run_async
 
 MEMORY = "/memfd:asyncloader (deleted)"
 
@@ -84,24 +83,6 @@ def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
     # A batch that is larger than a slot travels in a segment of its own: at most one per credit (2 x 2), and a few may
     # be lent as they are. Never one per batch.
     assert grown <= (4 + 16 if "tuning" in options else 0)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_descriptors_of_the_async_loader(kind: str) -> None:
-    """The asynchronous loader: the same count after batch 10 and batch 10,000, also when all batches are kept."""
-
-    async def run() -> tuple[int, int]:
-        counts, kept = [], []
-        async with AsyncDataLoader[Any](Numbers(10_010), num_workers=2) as loader:
-            async for batch in loader:
-                kept.append(batch)
-                if len(kept) in (10, 10_000):
-                    counts.append(len(open_descriptors(os.getpid())))
-        return counts[0], counts[1]
-
-    early, late = run_async(run(), kind)
-    assert early == late
 
 
 def test_descriptors_over_many_epochs() -> None:

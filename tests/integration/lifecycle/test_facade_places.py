@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -30,13 +29,6 @@ def two_epochs(name: str) -> None:
     with DataLoader[Any](dataset, batch_size=4, **options) as loader:
         for _ in range(2):
             assert_same(list(loader), EXPECTED)
-
-
-@every
-def test_in_a_thread(name: str) -> None:
-    """The loader is made, used and closed in a thread that is not the main thread."""
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(two_epochs, name).result()
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
@@ -70,16 +62,6 @@ async def test_in_a_callback_and_in_a_thread_of_a_running_loop(name: str) -> Non
     await asyncio.to_thread(two_epochs, name)
 
 
-def test_across_cells() -> None:
-    """An iterator begun in one coroutine is continued in another, under another loop: the facade has its own loop."""
-    batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
-
-    async def cell() -> Any:
-        return next(batches)
-
-    assert_same([run_async(cell(), kind) for kind in KINDS[1:] * 4], EXPECTED)
-
-
 def test_made_here_and_used_there() -> None:
     """An iterator may be handed from thread to thread; each `next` may be called in another thread."""
     batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
@@ -89,32 +71,6 @@ def test_made_here_and_used_there() -> None:
         thread.start()
         thread.join()
     assert_same(got, EXPECTED)
-
-
-@pytest.mark.thorough
-def test_several_facades_at_once() -> None:
-    """Loaders in several threads do not disturb each other."""
-    together = threading.Barrier(3)
-
-    def use() -> None:
-        together.wait()
-        two_epochs("workers")
-
-    with ThreadPoolExecutor(3) as pool:
-        for future in [pool.submit(use) for _ in range(3)]:
-            future.result()
-
-
-class Nested(Numbers):
-    def __getitem__(self, index: int) -> Any:
-        inner = DataLoader[Any](AsyncNumbers(4), batch_size=4)
-        return sum(batch.sum() for batch in inner) + index
-
-
-def test_facade_inside_a_workers_dataset() -> None:
-    """A dataset may use a loader without workers itself, in a worker."""
-    got = list(DataLoader[Any](Nested(3), num_workers=1))
-    assert [float(batch) for batch in got] == [1812.0, 1813.0, 1814.0]
 
 
 async def test_async_loader_beside_a_facade() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import itertools
 import os
 import random
@@ -20,9 +19,8 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from asyncloader.workers.memory import ring_manager
 from tests.helpers.comparing import assert_same
-from tests.helpers.datasets import Numbers, Sized
-from tests.helpers.frameworks import epoch
-from tests.helpers.running import BOTH, KINDS, collect, run_async, run_loader
+from tests.helpers.datasets import Sized
+from tests.helpers.running import BOTH, KINDS, collect, run_async
 
 
 def growing(n: int) -> list[int]:
@@ -30,18 +28,6 @@ def growing(n: int) -> list[int]:
     sizes = [1 << (4 + i % 18) for i in range(n)]
     sizes[n // 2] = 9 << 20
     return sizes
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("in_order", [True, False])
-def test_hoarding(kind: str, in_order: bool) -> None:
-    """`list(loader)` over 300 batches equals torch's: views, copies and one-off segments are all right."""
-    dataset = Sized([100_000] * 300)
-    batches = run_loader(kind, dataset, num_workers=2, batch_size=1, in_order=in_order).epochs[0]
-    got = sorted(hashlib.sha1(batch.numpy()).hexdigest() for batch in batches)
-    expected = sorted(hashlib.sha1(batch.numpy()).hexdigest() for batch in collect("torch", dataset, batch_size=1))
-    assert got == expected
 
 
 @pytest.mark.thorough
@@ -158,14 +144,6 @@ def test_any_kind_of_view_holds_the_slot() -> None:
         assert bool((values == position).all()), position
 
 
-def test_dropped_batches_are_not_copied() -> None:
-    """A consumer that drops each batch gets no copy."""
-    loader = DataLoader[Any](Sized([40_000] * 500), num_workers=2)
-    for batch in loader:
-        del batch
-    assert loader.stats()["data/ring_copies"] == 0
-
-
 def test_hoarding_is_copied_and_counted() -> None:
     """A consumer that keeps all batches gets views while the ring can spare slots, then copies, which are counted."""
     loader = DataLoader[Any](Sized([40_000] * 100), num_workers=2)
@@ -183,22 +161,6 @@ def test_batches_of_growing_size(kind: str) -> None:
     assert_same(collect(kind, dataset, num_workers=2, batch_size=1), collect("torch", dataset, batch_size=1))
 
 
-@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
-def test_growing_batches_with_persistent_workers(make: Any) -> None:
-    """A ring grows after the largest batch that its worker has made; the following epochs use the grown rings."""
-    dataset = Sized(growing(40))
-    loader = make(dataset, num_workers=2, batch_size=1, persistent_workers=True)
-    expected = collect("torch", dataset, batch_size=1)
-    sizes = []
-    for _ in range(3):
-        assert_same(epoch(loader), expected)
-        sizes.append(ring_sizes(loader))
-    loader.close()
-    assert min(sizes[0]) > 2 << 20
-    assert max(sizes[0]) > 9 << 20
-    assert sizes[0] == sizes[1] == sizes[2]
-
-
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("ring_bytes", [1, 4096 * 20, 3 << 20])
 def test_a_bounded_ring_holds_up_no_batch(kind: str, ring_bytes: int) -> None:
@@ -206,30 +168,6 @@ def test_a_bounded_ring_holds_up_no_batch(kind: str, ring_bytes: int) -> None:
     dataset = Sized(growing(40))
     got = collect(kind, dataset, num_workers=1, batch_size=1, tuning=Tuning(ring_bytes=ring_bytes))
     assert_same(got, collect("torch", dataset, batch_size=1))
-
-
-def ring_sizes(loader: Any) -> list[int]:
-    """The sizes of the workers' rings, as `explain` reports them."""
-    (line,) = [line for line in loader.explain().splitlines() if line.startswith("memory:")]
-    return [int(size.replace(",", "")) for size in line.split(" of ")[1].split(" bytes")[0].split(", ")]
-
-
-def test_ring_bytes_is_kept() -> None:
-    """`explain()` reports the rings' sizes, which are within the bound."""
-    bound = 1 << 20
-    with DataLoader[Any](
-        Sized([700_000] * 20), num_workers=2, tuning=Tuning(ring_bytes=bound), persistent_workers=True
-    ) as loader:
-        list(loader)
-        assert f"bounded by ring_bytes={bound:,}" in loader.explain()
-        assert all(0 < size <= bound for size in ring_sizes(loader))
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_empty_batches(kind: str) -> None:
-    """Batches of no bytes are delivered."""
-    got = collect(kind, Numbers(9, width=0), num_workers=2, batch_size=2)
-    assert [batch.shape for batch in got] == [(2, 0)] * 4 + [(1, 0)]
 
 
 def test_memory_goes_with_the_last_view() -> None:
@@ -246,28 +184,3 @@ def test_memory_goes_with_the_last_view() -> None:
     del batch, _
     gc.collect()
     assert segments() == before
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_hundred_large_batches() -> None:
-    """`list(loader)` over 200 batches of 38 MB (8 GB in all) equals torch's by checksum."""
-    n, shape = 200, (64, 3, 224, 224)
-    size = 3 * 224 * 224
-    pattern = torch.arange(size + n * 64, dtype=torch.float32)
-
-    class Large(Numbers):
-        def __getitem__(self, index: int) -> Any:
-            return pattern[index : index + size].view(3, 224, 224)
-
-    def checksum(batch: torch.Tensor) -> str:
-        return hashlib.sha1(batch.numpy().data).hexdigest()
-
-    dataset = Large(n * 64)
-    kept = list(DataLoader[Any](dataset, batch_size=64, num_workers=2))
-    assert len(kept) == n
-    assert all(batch.shape == shape for batch in kept)
-    got = [checksum(batch) for batch in kept]
-    del kept
-    torch_loader = torch.utils.data.DataLoader(dataset, batch_size=64, num_workers=0)
-    assert got == [checksum(batch) for batch in torch_loader]

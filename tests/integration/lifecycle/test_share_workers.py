@@ -276,32 +276,3 @@ def test_passed_on_by_a_spawned_process(method: str) -> None:
     child.join()
     child.close()
     ours.close()
-
-
-def test_through_a_pipe_by_value() -> None:
-    """A process that runs already receives it by value, as the plain list."""
-    ours, theirs = multiprocessing.Pipe()
-    ours.send(share(WORDS[:10]))
-    found = theirs.recv()
-    assert type(found) is list
-    assert found == WORDS[:10]
-    ours.close()
-    theirs.close()
-
-
-@pytest.mark.parametrize("method", METHODS[:2])
-def test_shared_list_is_a_dataset(method: str) -> None:
-    """A shared list may itself be the dataset."""
-    shared: Any = share(list(range(100)))
-    loader = DataLoader[Any](shared, batch_size=10, num_workers=2, multiprocessing_context=method)
-    assert [value for batch in loader for value in batch.tolist()] == list(range(100))
-
-
-def test_seeded_shuffle() -> None:
-    """In seeded mode the shuffled strings of a shared list are those of a plain list."""
-    runs: list[Any] = []
-    for data in (share(WORDS[:1000]), WORDS[:1000]):
-        dataset: Any = data
-        runs.append(list(DataLoader[Any](dataset, batch_size=100, shuffle=True, seed=3, num_workers=2)))
-    assert runs[0] == runs[1]
-    assert sorted(word for batch in runs[0] for word in batch) == WORDS[:1000]

@@ -19,9 +19,8 @@ from torch.utils.data import Dataset
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from asyncloader.bridge import Bridge
 from asyncloader.workers.pool import WorkerPool
-from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
-from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads, collect
+from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads
 from tests.helpers.sealed import Sealed
 
 
@@ -71,20 +70,6 @@ def test_the_workers_of_a_dropped_iterator_are_not_replaced(caplog: pytest.LogCa
     assert not [record for record in caplog.records if "is replaced" in record.message]
 
 
-def test_exception_in_the_body_frees_the_workers() -> None:
-    """An exception in the loop's body ends the workers, too, once its traceback is deleted."""
-    deaths = Deaths([])
-    try:
-        for batch in DataLoader[Any](Pids(100), num_workers=2):
-            deaths = Deaths([int(batch[0])])
-            raise ZeroDivisionError
-    except ZeroDivisionError:
-        pass
-    gc.collect()
-    assert deaths.fds
-    deaths.wait()
-
-
 def test_exhaustion_ends_the_workers_before_the_loop_does() -> None:
     """When a `for` loop is over the processes have exited, although the iterator still exists."""
     batches = iter(DataLoader[Any](Numbers(5), num_workers=2))
@@ -111,19 +96,6 @@ def test_with_and_close(workers: int) -> None:
         with pytest.raises(LoaderClosed):
             next(batches)
     assert our_threads() == []
-
-
-def test_close_ends_every_iterator() -> None:
-    """`close()` ends all iterators of the loader, not only the newest."""
-    loader = DataLoader[Any](Pids(50), num_workers=1)
-    several = [iter(loader) for _ in range(3)]
-    deaths = Deaths([int(next(batches)[0]) for batches in several])
-    loader.close()
-    assert deaths.ended()
-    deaths.close()
-    for batches in several:
-        with pytest.raises(LoaderClosed):
-            next(batches)
 
 
 class Held:
@@ -262,17 +234,6 @@ def test_a_thread_closes_while_another_begins_to_close(monkeypatch: pytest.Monke
         assert firsts(list(other)) == [0, 100, 200, 300]
 
 
-def test_several_iterators_at_a_time() -> None:
-    """Iterators of one loader run side by side, in `zip` and nested, and leave no thread."""
-    expected = collect("torch", Numbers(20), batch_size=3)
-    loader = DataLoader[Any](Numbers(20), batch_size=3, num_workers=1)
-    assert_same([list(pair) for pair in zip(loader, loader, loader, strict=True)], [[batch] * 3 for batch in expected])
-    assert our_threads() == []
-    assert [(x, y) for x in range(2) for y in firsts(list(loader))] == [
-        (x, y) for x in range(2) for y in firsts(expected)
-    ]
-
-
 def test_persistent_workers_are_one_iterator() -> None:
     """`_iterator` is the only iterator, `iter()` resets and returns it, and the processes stay, as in torch."""
     for make in (torch.utils.data.DataLoader, DataLoader):
@@ -329,44 +290,6 @@ class Pages(Dataset[Any]):
         return torch.zeros((index + 1) << 18)
 
 
-def test_without_persistent_workers_there_is_no_iterator() -> None:
-    """`_iterator` stays None, and each `iter()` gives a new iterator, as in torch."""
-    for workers in (0, 1):
-        loader = DataLoader[Any](Numbers(3), num_workers=workers)
-        one, two = iter(loader), iter(loader)
-        assert one is not two
-        assert loader._iterator is None
-        assert len(list(one)) == len(list(two)) == 3
-
-
-def test_abandoned_epochs_leave_no_stale_batch() -> None:
-    """A persistent loader that was left in the middle begins each epoch at its beginning."""
-    with DataLoader[Any](Numbers(30), num_workers=2, persistent_workers=True, batch_size=2) as loader:
-        for taken in [1, 3, 7, 1, 1, 2, 5, 14, 1, 1, 1, 1]:
-            got = [batch for batch, _ in zip(loader, range(taken), strict=False)]
-            assert firsts(got) == [200.0 * i for i in range(taken)]
-        assert firsts(list(loader)) == [200.0 * i for i in range(15)]
-        assert loader.stats()["data/ring_copies"] < 15
-
-
-def test_abandoned_stream_epochs() -> None:
-    """The epochs of an iterable dataset begin at the beginning, too, when they were left in the middle."""
-    from tests.helpers.datasets import UnevenStream
-
-    with DataLoader[Any](UnevenStream([9, 4]), num_workers=2, persistent_workers=True) as loader:
-        expected = [batch[0].tolist() for batch in loader]
-        for taken in (1, 5, 2, 12, 1):
-            got = [batch[0].tolist() for batch, _ in zip(loader, range(taken), strict=False)]
-            assert got == expected[:taken]
-        assert [batch[0].tolist() for batch in loader] == expected
-
-
-def test_iterators_know_their_length() -> None:
-    """`len(iterator)` is the sampler's length, as in torch."""
-    for workers in (0, 1):
-        assert len(iter(DataLoader[Any](Numbers(10), batch_size=3, num_workers=workers))) == 4
-
-
 def test_async_dataset_without_workers_leaves_no_thread() -> None:
     """The private loop that serves an async dataset ends with its iterator: exhausted, dropped or closed."""
     loader = DataLoader[Any](AsyncNumbers(5))
@@ -379,12 +302,3 @@ def test_async_dataset_without_workers_leaves_no_thread() -> None:
     loader.close()
     assert our_threads() == []
     del batches
-
-
-def test_batches_outlive_everything() -> None:
-    """Batches keep their values after iterator, loader and workers have ended and memory is used again."""
-    loader = DataLoader[Any](Numbers(60, 1000), num_workers=2, batch_size=3)
-    kept = [batch for batch, _ in zip(loader, range(7), strict=False)]
-    del loader
-    collect("sync", Numbers(60, 1000), num_workers=2, batch_size=3)
-    assert_same(kept, collect("torch", Numbers(60, 1000), batch_size=3)[:7])

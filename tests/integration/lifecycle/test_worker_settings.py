@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import DataLoader
 from tests.helpers.comparing import assert_same
-from tests.helpers.datasets import Numbers, Pids
+from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, assert_like_torch, collect, outcomes
 
 
@@ -53,29 +51,6 @@ def test_worker_is_set_up_as_torchs(kind: str, method: str) -> None:
         "default collate": [0],
         "daemon": True,
     }
-
-
-class Seeds(Dataset[Any]):
-    """The seeds that a worker began with; no sample draws."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> Any:
-        info = get_worker_info()
-        assert info is not None
-        numpy_key: Any = np.random.get_state()
-        return info.seed, torch.initial_seed(), random.getstate()[1][:3], numpy_key[1][:3].tolist()
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_worker_seeds_are_torchs(kind: str) -> None:
-    """torch, random and numpy are seeded as in torch's workers, from a base seed drawn from `generator`."""
-    assert_like_torch(kind, Seeds(), num_workers=2, collate_fn=list)
-    assert_same(
-        collect(kind, Seeds(), num_workers=2, collate_fn=list, generator=torch.Generator().manual_seed(3)),
-        collect("torch", Seeds(), num_workers=2, collate_fn=list, generator=torch.Generator().manual_seed(3)),
-    )
 
 
 class Log:
@@ -131,15 +106,6 @@ def test_error_of_worker_init_fn(kind: str) -> None:
     assert got[1][1].startswith(head)
     assert expected[1][1].startswith(head)
     assert "fail_in_second" in got[1][1]
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_each_worker_is_a_process_of_its_own(kind: str) -> None:
-    """Batches are made in two child processes with two workers, and in this process without workers."""
-    pids = {int(batch[0]) for batch in collect(kind, Pids(8), num_workers=2)}
-    assert len(pids) == 2
-    assert os.getpid() not in pids
-    assert {int(batch[0]) for batch in collect(kind, Pids(3), num_workers=0)} == {os.getpid()}
 
 
 def test_main_process_keeps_its_state() -> None:

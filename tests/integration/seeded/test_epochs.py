@@ -32,30 +32,6 @@ def epochs() -> list[list[Any]]:
     return epochs_of("sync", AllDraws(N), 5, **SEEDED)
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_completed_epochs_advance_it(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """Each completed epoch is followed by the next; the sampler has its number."""
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        for number in range(3):
-            assert run.loader.sampler.epoch == number
-            assert_same(run.epoch(), epochs[number])
-        assert run.loader.sampler.epoch == 3
-    assert not same(epochs[0], epochs[1])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-def test_abandoned_epochs_do_not(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """An epoch left in its middle, or never begun, begins again at its beginning."""
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        run.epoch()
-        for taken in (0, 1, 4):
-            run.begin()
-            assert_same(run.take(taken), epochs[1][:taken])
-        assert_same(run.epoch(), epochs[1])
-        assert_same(run.epoch(), epochs[2])
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_epoch_whose_last_batch_was_delivered_is_complete(
@@ -167,16 +143,6 @@ def test_samplers_of_the_users_are_told(kind: str) -> None:
                 assert torch.cat(run.epoch()).tolist() == list(expected)
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, "1", None])
-def test_what_is_no_epoch(value: Any) -> None:
-    """Negative numbers and other values are refused by name, and change nothing."""
-    with Stepwise("sync", Rows(N), **SEEDED) as run:
-        run.loader.set_epoch(2)
-        with pytest.raises((ValueError, TypeError), match="epoch"):
-            run.loader.set_epoch(value)
-        assert run.loader.sampler.epoch == 2
-
-
 @pytest.mark.parametrize("kind", BOTH)
 def test_large_epochs(kind: str) -> None:
     """Epochs up to 2**63 - 1 work, in workers, too."""
@@ -211,25 +177,3 @@ def test_a_state_between_epochs_is_of_the_epoch_that_was_set(
         run.loader.load_state_dict(state)
         assert_same(run.epoch(), epochs[3])
         assert_same(run.epoch(), epochs[4])
-
-
-class Hears(SeededSampler):
-    """Notes each epoch that it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(range(N), 7)
-        self.heard: list[int] = []
-
-    def set_epoch(self, epoch: int) -> None:
-        self.heard.append(epoch)
-        super().set_epoch(epoch)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_sampler_is_told_once(kind: str) -> None:
-    """A sampler whose `set_epoch` has effects (it draws, or reads a file) is called once."""
-    for options in ({"sampler": Hears()}, {"batch_sampler": BatchSampler(Hears(), 4, False)}):
-        with Stepwise(kind, Rows(N), **options) as run:
-            run.loader.set_epoch(3)
-            sampler = run.loader.batch_sampler.sampler
-            assert sampler.heard == [3]

@@ -45,18 +45,6 @@ def test_feedback_reaches_the_sampler(
     assert min(staleness) >= 0
 
 
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("make", SAMPLERS)
-def test_arguments_are_passed_on(kind: str, make: Any) -> None:
-    """All arguments are passed on, by position and by name; before the first batch, too."""
-    sampler = make(8)
-    with Stepwise(kind, Rows(N), batch_size=2, sampler=sampler) as run:
-        run.call(lambda: run.loader.feedback(7, weight=3))
-        assert sampler.heard == [7, 7, 7]
-        run.begin()
-        assert run.step().tolist() == [3, 3]
-
-
 class EndsBehind(Bridge):
     """A loop whose last iterator ends behind the back of the first caller that asks whether it runs."""
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, RandomSampler, StackDataset, Subset, random_split
+from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
-from asyncloader import SeededSampler, Tuning, sample_rng
+from asyncloader import Tuning, sample_rng
 from tests.helpers.comparing import assert_same, same
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S
 from tests.helpers.seeded_datasets import (
@@ -57,13 +57,6 @@ def test_the_same_bytes_for_every_start_method(kind: str, method: str) -> None:
     expected = epochs_of("sync", WholeDraws(N), 2, **options)
     more: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": method, "persistent_workers": True}
     assert_same(epochs_of(kind, WholeDraws(N), 2, **options, **more), expected)
-
-
-def test_draws_of_a_sample_are_its_own() -> None:
-    """No two samples of two epochs share a number, nor do two generators of one sample."""
-    batches = [batch for epoch in epochs_of("sync", AllDraws(N), 2, **SEEDED) for batch in epoch]
-    draws = torch.cat(batches)[:, 1:]
-    assert len(set(draws.reshape(-1).tolist())) == draws.numel()
 
 
 # ------------------------------------------------------------------------------------------- views
@@ -113,14 +106,6 @@ def test_what_makes_a_whole_batch_is_seeded_by_the_batch(kind: str, workers: int
     assert not set(noise[0]) & set(got[0][0].reshape(-1).tolist())
 
 
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_without_automatic_batching(kind: str, workers: int) -> None:
-    """``batch_size=None``: each sample has the values that it has in a batch."""
-    single = epochs_of(kind, AllDraws(N), batch_size=None, shuffle=True, seed=7, num_workers=workers)[0]
-    assert_same(torch.stack(single), torch.cat(epochs_of("sync", AllDraws(N), **SEEDED)[0]))
-
-
 # ------------------------------------------------------------------------------------------- the user's samplers
 
 
@@ -138,18 +123,6 @@ def test_a_users_order_is_kept(kind: str, workers: int) -> None:
     assert [batch[:, 0].tolist() for batch in got] == lists
     assert len({number for batch in got for number in batch[:, 1].tolist()}) == 9
     assert_same(got, epochs_of("sync", AllDraws(N), batch_sampler=Lists(lists), seed=7)[0])
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_torchs_samplers_draw_their_order_as_they_do(kind: str) -> None:
-    """A `RandomSampler` with a generator gives torch's order, epoch after epoch."""
-
-    def sampler() -> Any:
-        return RandomSampler(range(N), generator=torch.Generator().manual_seed(1))
-
-    plain = torch.utils.data.DataLoader(Rows(N), batch_size=4, sampler=sampler())
-    expected = [list(plain) for _ in range(2)]
-    assert_same(epochs_of(kind, Rows(N), 2, batch_size=4, sampler=sampler(), seed=7, num_workers=2), expected)
 
 
 # ------------------------------------------------------------------------------------------- the process's generators
@@ -293,24 +266,3 @@ def test_a_slow_batch_does_not_stop_the_other_worker(kind: str, factor: int, ahe
     rows = torch.cat(got)
     assert rows[0, 1] == 1, "the other worker stood still"
     assert rows[:, 0].tolist() == list(range(40))
-
-
-def test_running_ahead_has_an_end() -> None:
-    """At most the stated number of batches is made while the first batch is awaited."""
-    dataset = Gated(60, behind=1 + 4)
-    options: dict[str, Any] = {"batch_size": 1, "seed": 1, "num_workers": 2, "multiprocessing_context": "fork"}
-    with Stepwise("sync", dataset, prefetch_factor=1, tuning=Tuning(reorder_window=4), **options) as run:
-        run.begin()
-        run.step()
-        # 2 credits, 4 ahead, and one for the batch that was taken; index 0 has already acquired 5 of them.
-        beyond = sum(dataset.made.acquire(block=False) for _ in range(60))
-        assert beyond <= 2 + 4 + 1 - 5
-
-
-def test_the_default_sampler_is_ours() -> None:
-    """With `seed` the loader's sampler is a `SeededSampler` of that seed, which any code can read."""
-    with Stepwise("sync", Rows(N), **SEEDED) as run:
-        sampler = run.loader.sampler
-        assert isinstance(sampler, SeededSampler)
-        assert (sampler.seed, sampler.shuffle) == (7, True)
-        assert torch.cat(run.epoch()).tolist() == list(SeededSampler(range(N), 7))

@@ -118,11 +118,6 @@ def test_a_length_that_is_too_long_is_named(two: RankGroup, workers: int) -> Non
     assert "promised 5 batches or more, but its stream ended after 3" in ranks[1][0][1]
 
 
-def test_a_length_that_raises_is_none(two: RankGroup) -> None:
-    """A dataset whose ``__len__`` raises TypeError, like torch's datapipes: the ranks agree step by step."""
-    assert steps_and_ends(two("stream", [9, 5], shard="lengthless")) == [[(3, "end")]] * 2
-
-
 # ------------------------------------------------------------------------------- streams: one rank fails or leaves
 
 
@@ -255,17 +250,6 @@ def test_a_resumed_stream_ends_together_too(two: RankGroup, shard: str, workers:
         assert parts == whole
 
 
-def test_another_ranks_cursor_is_refused(two: RankGroup) -> None:
-    """A stream's state is its rank's: another rank refuses it, and names both ranks."""
-    two("stream_resumed", [9, 9], 2, "unsized")
-    states = two("state")
-    ours, theirs = two("refusal", states[0])
-    assert ours == "accepted"
-    assert theirs.startswith("StateError")
-    assert "rank 0" in theirs.replace("=", " ")
-    assert "rank 1" in theirs.replace("=", " ")
-
-
 # ------------------------------------------------------------------------------------------------- map datasets
 
 
@@ -279,28 +263,6 @@ def test_the_groups_ranks_share_the_order(three: RankGroup, kind: str, workers: 
     for epoch in range(2):
         steps = zip(*[found[epoch] for found, _, _ in ranks], strict=True)
         assert [list(chain(*step)) for step in steps] == [batch.tolist() for batch in alone[epoch]]
-
-
-@pytest.mark.parametrize("rule", ["drop", "repeat", "pad"])
-def test_ranks_get_equal_numbers_of_batches(three: RankGroup, rule: str) -> None:
-    """Samples that cannot be shared evenly (50 = 4 * 12 + 2): every rank has the number of batches that ``len``
-    gives.
-    """
-    ranks = three("mapped", 50, batch_size=4, seed=5, on_uneven=rule)
-    sizes = {"drop": [4] * 4, "repeat": [4] * 4 + [1], "pad": [4] * 5}[rule]
-    for (found,), length, _ in ranks:
-        assert [len(batch) for batch in found] == sizes
-        assert length == len(sizes)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("seed", [9, None])
-def test_a_distributed_sampler_is_not_dealt_again(two: RankGroup, seed: int | None) -> None:
-    """torch's `DistributedSampler`, which reads torch.distributed itself: torch's indices, in seeded and torch mode."""
-    expected = two("dealt_by_torch", 21, 2, 3)
-    ranks = two("mapped", 21, epochs=2, dealt=True, batch_size=3, seed=seed)
-    for (found, _, _), indices in zip(ranks, expected, strict=True):
-        assert [[[row[0] for row in batch] for batch in epoch] for epoch in found] == indices
 
 
 @pytest.mark.thorough

@@ -38,15 +38,6 @@ def test_ranks_joined_are_one_rank(kind: str, workers: int, make: Any) -> None:
             assert_same(joined([rank[number] for rank in ranks]), expected[number])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_a_users_sampler_is_shared_out(world: int) -> None:
-    """The order of the user's own sampler is dealt to the ranks like the default order."""
-    order = [(7 * i) % 24 for i in range(24)] + [1] * 12
-    expected = epochs_of("sync", AllDraws(24), batch_size=12, sampler=order, seed=5)[0]
-    ranks = ranks_of("sync", AllDraws(24), world, batch_size=12 // world, sampler=order, seed=5)
-    assert_same(joined([rank[0] for rank in ranks]), expected)
-
-
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_of_a_users_batch_sampler_go_round(world: int, workers: int) -> None:
@@ -166,13 +157,6 @@ def test_an_unsized_sampler_is_shared_evenly_too(kind: str) -> None:
                 assert run.loader.stats()["data/repeated_samples"] == max(0, given - 3)
 
 
-def test_without_automatic_batching_ranks_take_turns() -> None:
-    """``batch_size=None``: each step is a sample for each rank."""
-    alone = epochs_of("sync", AllDraws(9), batch_size=None, seed=3, shuffle=True)[0]
-    ranks = ranks_of("sync", AllDraws(9), 2, batch_size=None, seed=3, shuffle=True)
-    assert_same([x for step in zip(*[rank[0] for rank in ranks], strict=True) for x in step], alone[:8])
-
-
 # ------------------------------------------------------------------------------------------- samplers that shard
 
 
@@ -200,11 +184,3 @@ def test_a_distributed_sampler_is_not_sharded_again(workers: int) -> None:
     order = torch.stack(rows, dim=1).reshape(-1, rows[0].shape[1])
     whole = epochs_of("sync", AllDraws(length), batch_size=6, sampler=order[:, 0].int().tolist(), seed=9)[0]
     assert_same(order, torch.cat(whole))
-
-
-def test_every_rank_draws_other_samples() -> None:
-    """No two ranks have the same sample, or the same random number."""
-    ranks = ranks_of("sync", AllDraws(40), 4, batch_size=2, shuffle=True, seed=2)
-    rows = torch.cat([torch.cat(rank[0]) for rank in ranks])
-    assert sorted(rows[:, 0].tolist()) == list(range(40))
-    assert len(set(rows[:, 1:].reshape(-1).tolist())) == rows[:, 1:].numel()

@@ -21,7 +21,6 @@ from asyncloader import (
     RemoteIterableDataset,
     StatefulDataLoader,
 )
-from asyncloader.samplers.permutation import Permutation
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import run_async, run_script
 from tests.helpers.seeded_datasets import AllDraws, AwaitedDraws, Lists, Rows, Threaded, WholeDraws, draw_and_collate
@@ -158,20 +157,6 @@ def test_steps_left_out(kind: str, case: str) -> None:
         resumed.loader.skip([0, len(later) - 1])
         assert_same(resumed.epoch(), later[1:-1])
         assert resumed.loader.epoch == 2
-
-
-def test_every_step_left_out() -> None:
-    """The epoch is empty, and over."""
-    with DataLoader(Rows(9), batch_size=2, seed=1) as loader:
-        loader.skip(range(5))
-        assert list(loader) == []
-        assert loader.epoch == 1
-        assert len(list(loader)) == 5
-        with pytest.raises(IndexError, match="step 5 cannot be left out: the epoch has 5 batches"):
-            loader.skip([5])
-        for step in (-1, True, 1.0):
-            with pytest.raises(ValueError, match=f"should be an integer from 0 on, but got {step}"):
-                loader.skip([step])  # type: ignore[list-item]
 
 
 class BadRows(Rows):
@@ -375,15 +360,3 @@ def test_in_another_process(rows: int, processes: int, tmp_path: Path) -> None:
         done = run_script(tmp_path, script)
         assert done.returncode == 0, done.stderr
         assert [*map(int, done.stdout.split())] == [run[place] for place in places]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(1, 10_001, 1000))
-def test_where_is_the_inverse_of_every_order(first: int) -> None:
-    """Of datasets of every length up to 10,000: a sample's place is that at which the order has it."""
-    for length in range(first, first + 1000):
-        loader = DataLoader[Any](Rows(length), batch_size=7, seed=5, shuffle=True, rank=0, world_size=1)
-        epoch = length % 3
-        order = Permutation(length, 5, epoch)(np.arange(length))
-        for position in {0, length // 3, length - 1}:
-            assert loader.where(int(order[position]), epoch=epoch) == [(position // 7, 0, position % 7)]

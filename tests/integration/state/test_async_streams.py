@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator
 from typing import Any, ClassVar, Self
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from asyncloader import AsyncDataLoader, Tuning
+from asyncloader import AsyncDataLoader
 from tests.helpers.comparing import assert_same
 from tests.helpers.declared_streams import AwaitedStreams, Growing, mark_awaited, runs_within, take_around_a_kill
 from tests.helpers.running import PATIENCE_S, run_async
@@ -144,27 +143,6 @@ class Broken(AwaitedStreams):
         return self.sample(info)
 
 
-@pytest.mark.parametrize("way", [{}, {"num_workers": 2, **FORKED}, {"num_workers": 2, "workers": "threads"}])
-def test_the_error_of_a_stream_names_it(way: dict[str, Any]) -> None:
-    """A generator that has raised is over; the other streams go on, also from a state."""
-    with Stepwise("asyncio", Broken(where="reading"), batch_size=2, seed=5, **way) as run:
-        run.begin()
-        before = run.take(6)
-        with pytest.raises(OSError, match="bad record") as caught:
-            run.step()
-        assert any("sample number 3 of stream 2" in note for note in [*caught.value.__notes__, str(caught.value)])
-        state = run.loader.state_dict()
-        rest = run.rest()
-    assert [int(batch[0, 0]) for batch in [*before, *rest]] == [0, 1, 2, 4, 0, 1, 4, 0, 4, 0]
-    with Stepwise("sync", Broken(where="reading"), batch_size=2, seed=5, num_workers=1, **FORKED) as run:
-        run.loader.load_state_dict(state)
-        run.begin()
-        with pytest.raises(OSError, match="bad record"):  # which the user may have mended meanwhile
-            run.step()
-        assert_same(run.rest(), rest)
-    assert AwaitedStreams.connections == 0
-
-
 @pytest.mark.parametrize("way", [{}, {"num_workers": 1, "workers": "threads", "persistent_workers": True}])
 @pytest.mark.parametrize("fails", ["__aenter__", "worker_init_fn"])
 def test_a_stream_that_cannot_begin(way: dict[str, Any], fails: str) -> None:
@@ -253,17 +231,3 @@ def test_draws_from_the_process_are_warned_of(options: dict[str, Any], caplog: p
     with Stepwise("sync", Drawing(), batch_size=2, num_workers=1, **FORKED, **options) as run:
         assert len(run.epoch()) == 15
     assert caplog.text.count("drew from the process-global generators (torch)") == 1
-
-
-def decoded(sample: torch.Tensor) -> torch.Tensor:
-    return torch.cat([sample, torch.tensor([threading.get_ident() % (1 << 50)], dtype=sample.dtype)])
-
-
-@pytest.mark.parametrize("way", [{}, {"num_workers": 1, "workers": "threads"}], ids=["no workers", "threads"])
-def test_the_streams_share_the_threads_that_decode(way: dict[str, Any]) -> None:
-    """`decode_threads` is a number of each worker, and not of each stream."""
-    with Stepwise(
-        "sync", AwaitedStreams(), batch_size=2, seed=5, decode=decoded, tuning=Tuning(decode_threads=2), **way
-    ) as run:
-        batches = run.epoch()
-    assert 1 <= len({int(sample[-1]) for batch in batches for sample in batch}) <= 2

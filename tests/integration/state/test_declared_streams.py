@@ -153,31 +153,6 @@ def test_another_number_of_streams_is_refused() -> None:
             run.begin()
 
 
-def test_another_ranks_streams_are_refused() -> None:
-    """The streams of a rank are its own, on any number of workers."""
-    state = state_after(3, Streams())
-    other = state | {"workers": state["workers"] | {"rank": 1, "world_size": 2}}
-    with (
-        Stepwise("sync", Streams(), batch_size=2, num_workers=2) as run,
-        pytest.raises(StateError, match="rank 1 of 2, but this is rank 0 of 1"),
-    ):
-        run.loader.load_state_dict(other)
-
-
-def test_a_broken_state_of_streams_is_refused() -> None:
-    """The number of streams decides how many entries there are."""
-    state = state_after(3, Streams())
-    for changes in (
-        {"loader_streams": 0},
-        {"loader_streams": True},
-        {"loader_streams": "5"},
-        {"loader_streams": 4},
-        {"next": 5},
-    ):
-        with Stepwise("sync", Streams(), batch_size=2) as run, pytest.raises(StateError, match="the state is broken"):
-            run.loader.load_state_dict(state | {"workers": state["workers"] | changes})
-
-
 class Raising(Streams):
     """A dataset that cannot say how many streams it is."""
 
@@ -223,12 +198,6 @@ def test_what_loader_streams_cannot_be(dataset: Any, kind: type[Exception], text
     """The constructor refuses it, with the value."""
     with pytest.raises(kind, match=text):
         DataLoader(dataset, batch_size=2)
-
-
-def test_the_number_of_workers_is_not_chosen() -> None:
-    """A stream stays with its worker, so the number cannot change while the epoch runs."""
-    with pytest.raises(ValueError, match="each of the dataset's streams stays with one worker while an epoch runs"):
-        DataLoader(Streams(), batch_size=2, seed=1, num_workers="auto")
 
 
 def test_a_dataset_that_cannot_be_copied() -> None:

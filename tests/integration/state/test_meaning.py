@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from typing import Any
 
 import pytest
 import torch
 
-from asyncloader import AsyncDataLoader, DataLoader
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import BOTH
 from tests.helpers.seeded_datasets import AllDraws, Rows
 from tests.helpers.seeded_runs import Stepwise, epochs_of
 from tests.helpers.state_parts import Failing, StreamOfCursors
-from tests.processes import children_of
 
 N = 22
 SEEDED: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 7}
@@ -66,29 +63,6 @@ def test_any_position(kind: str, taken: int, options: dict[str, Any], epochs: li
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_before_the_first_iterator(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """A loader that was never iterated has a state: the epoch that it would begin. No process is started for it."""
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        run.loader.set_epoch(2)
-        processes = children_of(os.getpid())
-        state = run.loader.state_dict()
-        assert children_of(os.getpid()) == processes
-    assert (state["epoch"], state["step"]) == (2, 0)
-    assert_same(resumed(kind, state, 2, **options), epochs[2:4])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-def test_after_the_end(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """Once the consumer has got the end, the state means the next epoch."""
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        run.epoch()
-        state = run.loader.state_dict()
-    assert state["finished"]
-    assert_same(resumed(kind, state, 2, **options), epochs[1:3])
-
-
-@pytest.mark.parametrize("kind", BOTH)
 def test_it_is_the_same_at_every_place(kind: str, options: dict[str, Any]) -> None:
     """The state depends neither on the number of workers nor on the batches fetched ahead."""
     states: list[dict[str, Any]] = []
@@ -125,26 +99,6 @@ def test_ranks_have_the_same_state(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_fresh_dictionary_each_time(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """States are independent of one another, of later batches, and of the caller's changes."""
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        run.begin()
-        run.take(2)
-        one, two = run.loader.state_dict(), run.loader.state_dict()
-        assert one == two
-        assert one is not two
-        one.clear()
-        assert run.loader.state_dict() == two
-        run.take(1)
-        assert run.loader.state_dict()["step"] == 3
-        assert two["step"] == 2
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        run.loader.load_state_dict(two)
-        two.clear()
-        assert_same(run.epoch(), epochs[0][2:])
-
-
-@pytest.mark.parametrize("kind", BOTH)
 def test_it_equals_what_was_loaded(kind: str, options: dict[str, Any]) -> None:
     """Right after loading, the state is the loaded state; also a finished state, and while an iterator exists."""
     with Stepwise(kind, AllDraws(N), **options) as run:
@@ -178,17 +132,6 @@ def test_it_passes_through_json_and_a_careful_torch_load() -> None:
         assert torch.load(file, weights_only=True) == state
 
 
-def test_it_is_small() -> None:
-    """It does not grow with the dataset or the epoch's length."""
-    sizes: list[int] = []
-    for length in (100, 1 << 30):
-        with Stepwise("sync", Rows(length), **SEEDED) as run:
-            run.begin()
-            run.take(20)
-            sizes.append(len(json.dumps(run.loader.state_dict())))
-    assert max(sizes) - min(sizes) < 20
-
-
 def test_far_positions_are_sought() -> None:
     """A position far into a huge epoch is found without the order before it: the first batch is delivered at once."""
     with Stepwise("sync", Rows(1 << 40), **SEEDED) as run:
@@ -217,19 +160,6 @@ def test_the_newest_iterator_speaks(kind: str) -> None:
         assert run.loader.state_dict()["step"] == 1
         del one
         assert run.loader.state_dict()["step"] == 1
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_state_is_used_once(kind: str, options: dict[str, Any], epochs: list[list[Any]]) -> None:
-    """The next iterator begins from a loaded state, the iterator after it does not."""
-    with Stepwise(kind, AllDraws(N), **options) as run:
-        run.begin()
-        run.take(4)
-        run.loader.load_state_dict(run.loader.state_dict())
-        run.begin()
-        assert_same(run.step(), epochs[0][4])
-        run.begin()
-        assert_same(run.rest(), epochs[0])
 
 
 @pytest.mark.thorough
@@ -275,15 +205,6 @@ def test_another_epoch_set_after_loading(kind: str, options: dict[str, Any], epo
             run.loader.load_state_dict(state)
             run.loader.set_epoch(epoch)
             assert_same(run.epoch(), expected)
-
-
-@pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
-def test_the_length_stays_the_whole_epochs(make: Any) -> None:
-    """``len(loader)`` is the whole epoch's also when less of it remains, as trainers expect."""
-    loader = make(Rows(N), **SEEDED)
-    loader.load_state_dict(loader.state_dict() | {"step": 4})
-    assert len(loader) == STEPS
-    loader.close()
 
 
 # ------------------------------------------------------------------------------------------- errors between batches

@@ -60,16 +60,6 @@ def test_another_loaders_state(kind: str, name: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-def test_another_kind_of_dataset() -> None:
-    """A map dataset's state cannot be loaded for a stream."""
-    state = state_of(Rows(30), seed=7, batch_size=4)
-    with (
-        Stepwise("sync", PlainStream(30), seed=7, batch_size=4) as run,
-        pytest.raises(StateError, match=r"kind='map'.*kind='iterable'"),
-    ):
-        run.loader.load_state_dict(state)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -147,64 +137,6 @@ def test_broken_states(kind: str, name: str) -> None:
         assert run.loader.state_dict() == state
 
 
-SAMPLER_PARTS: dict[str, Any] = {
-    "a text": "AAAA",
-    "nothing in it": {},
-    "beyond the step": {"at": 99, "sampler": None, "iterator": None},
-}
-WORKER_PARTS: dict[str, Any] = {
-    "too few counts": {"given": [1]},
-    "a count of another type": {"given": ["1", 1]},
-    "a negative count": {"given": [-1, 1]},
-    "a turn that nobody has": {"next": 2},
-    "a cursor of another type": {"cursors": ["x", None]},
-    "an incomplete cursor": {"cursors": [{"batches": 1}, None]},
-    "a cursor beyond its count": {
-        "cursors": [
-            {
-                "batches": 9,
-                "samples": 9,
-                "ended": False,
-                "dataset": None,
-                "iterator": {"next": 1},
-                "problem": "",
-                "itself": "",
-            },
-            None,
-        ]
-    },
-}
-
-
-@pytest.mark.parametrize("name", SAMPLER_PARTS)
-def test_broken_sampler_parts(name: str) -> None:
-    """The sampler's part is checked, too."""
-    state = state_of(Rows(30), **BASE)
-    with Stepwise("sync", Rows(30), **BASE) as run, pytest.raises(StateError, match="sampler"):
-        run.loader.load_state_dict(state | {"sampler": SAMPLER_PARTS[name]})
-
-
-@pytest.mark.parametrize("name", WORKER_PARTS)
-def test_broken_worker_parts(name: str) -> None:
-    """The workers' part is checked, too, down to the cursors."""
-    state = state_of(StreamOfCursors(30), batch_size=4, num_workers=2)
-    with Stepwise("sync", StreamOfCursors(30), batch_size=4, num_workers=2) as run:
-        with pytest.raises(StateError):
-            run.loader.load_state_dict(state | {"workers": state["workers"] | WORKER_PARTS[name]})
-        run.loader.load_state_dict(state)
-
-
-def test_unknown_keys_are_left_alone() -> None:
-    """Keys that frameworks add do not matter; Accelerate's flag of a finished epoch is understood."""
-    state = state_of(Rows(30), **BASE)
-    with Stepwise("sync", Rows(30), **BASE) as run:
-        run.loader.load_state_dict(state | {"note": 1, "_iterator_finished": False})
-        assert len(run.epoch()) == 8 - 2
-        run.loader.load_state_dict(state | {"_iterator_finished": True})
-        assert len(run.epoch()) == 8
-        assert run.loader.sampler.epoch == 2
-
-
 # ------------------------------------------------------------------------------------------- streams
 
 
@@ -256,24 +188,6 @@ def test_another_number_of_workers_between_epochs_is_fine() -> None:
         with Stepwise("sync", StreamOfCursors(30), batch_size=4) as run:
             run.loader.load_state_dict(state)
             assert torch.cat(run.epoch()).tolist() == list(range(30))
-
-
-def test_the_constructors_refusals() -> None:
-    """Options that exclude one another are refused by name."""
-    refused: tuple[tuple[dict[str, Any], str], ...] = (
-        ({"seed": 1, "generator": torch.Generator()}, "generator"),
-        ({"rank": 0, "world_size": 2}, "need seed="),
-        ({"seed": 1, "rank": 0}, "go together"),
-        ({"seed": 1, "rank": 2, "world_size": 2}, "rank=2"),
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": 1 << 64}, "seed=18446744073709551616"),
-        ({"seed": 1.5}, "seed=1.5"),
-        ({"on_uneven": "keep", "seed": 1}, "keep"),
-        ({"snapshot_every_n_steps": -1}, "-1"),
-    )
-    for options, text in refused:
-        with pytest.raises(ValueError, match=text):
-            DataLoader(Rows(4), **options)
 
 
 def test_a_refused_position_leaves_the_epoch_as_it_was() -> None:

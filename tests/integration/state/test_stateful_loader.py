@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import json
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +21,6 @@ from asyncloader import (
     StatefulRandomSampler,
     Tuning,
 )
-from tests.helpers.datasets import AsyncStream
 from tests.helpers.stateful_cases import (
     MOMENTS,
     ROWS,
@@ -142,68 +139,6 @@ def _permutations(count: int) -> list[list[int]]:
 # -------------------------------------------------------------------------------------------------- the two methods
 
 
-def test_state_right_after_loading() -> None:
-    """A loaded state is the loader's state until an iterator is made."""
-    loader = StatefulDataLoader(Rows(), 2, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    other = StatefulDataLoader(Rows(), 2, shuffle=True)
-    other.load_state_dict(state)
-    assert other.state_dict() == state
-    assert other.state_dict() is not state
-
-
-def test_loading_drops_the_iterator_and_counts_once() -> None:
-    """A loaded state is for the next `iter()` alone; the loader no longer speaks for iterators made before."""
-    loader = StatefulDataLoader(Rows(), 2)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    assert plain(iterator) == [[2, 3], [4, 5], [6, 7], [8, 9], [10]]
-    loader.load_state_dict(state)
-    assert plain(loader) == [[2, 3], [4, 5], [6, 7], [8, 9], [10]]
-    assert len(plain(loader)) == 6
-
-
-def test_an_empty_state() -> None:
-    """`load_state_dict({})` forgets a position: the next epoch is a whole epoch."""
-    loader = StatefulDataLoader(Rows(), 2)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    loader.load_state_dict(state)
-    loader.load_state_dict({})
-    assert loader.state_dict()["step"] == 0
-    assert len(plain(loader)) == 6
-
-
-def test_asking_for_a_state_changes_nothing() -> None:
-    """Before the first batch no worker is started and nothing drawn; states taken earlier do not change."""
-    torch.manual_seed(2)
-    loader = StatefulDataLoader(Rows(), 2, shuffle=True, num_workers=2)
-    drawn = torch.get_rng_state()
-    first = loader.state_dict()
-    kept = copy.deepcopy(first)
-    assert torch.equal(torch.get_rng_state(), drawn)
-    assert loader._iterator is None
-    list(loader)
-    assert first == kept
-    assert loader.state_dict() != kept
-
-
-@pytest.mark.parametrize("case", list(CASES))
-def test_states_are_json(case: str) -> None:
-    """A state survives JSON, if the user's own states do."""
-
-    def make() -> Any:
-        return StatefulDataLoader(**CASES[case]())
-
-    run = uninterrupted(make)
-    state = json.loads(json.dumps(run.states["within"]))
-    assert resumed(make, state, 2) == run.left("within")[:2]
-
-
 def test_what_is_read_again_is_said() -> None:
     """Loading the state of a stream without a state warns of the number of batches to be read and dropped."""
     loader = StatefulDataLoader(Plain(), 2)
@@ -265,12 +200,6 @@ def test_signature() -> None:
         "device_options": DeviceOptions(),
     }
     assert isinstance(StatefulDataLoader(Rows()), DataLoader)
-
-
-def test_an_async_stream_is_refused_like_any_stream() -> None:
-    """``shuffle=True`` with a stream is torch's error, also if the stream is read with ``async for`` alone."""
-    with pytest.raises(ValueError, match="IterableDataset: expected unspecified shuffle option"):
-        StatefulDataLoader[Any](AsyncStream([3]), shuffle=True)
 
 
 def test_shuffle_draws_once_from_the_global_generator() -> None:

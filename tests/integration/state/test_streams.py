@@ -64,24 +64,6 @@ def test_a_cursor_costs_no_data(workers: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("every", [0, 3])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_rare_cursors(every: int, workers: int) -> None:
-    """Between two cursors, and without any, batches are read again and dropped: the rest is the same."""
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "snapshot_every_n_steps": every}
-    with Stepwise("sync", StreamOfCursors(N), **options) as run:
-        expected = run.epoch()
-    for taken in (1, 2, 5, 9):
-        with Stepwise("sync", StreamOfCursors(N), **options) as run:
-            run.begin()
-            run.take(taken)
-            state = run.loader.state_dict()
-        with Stepwise("sync", StreamOfCursors(N), **options) as run:
-            run.loader.load_state_dict(state)
-            assert_same(run.epoch(), expected[taken:], f"after {taken}")
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("mode", [{}, {"seed": 5}], ids=["torch", "seeded"])

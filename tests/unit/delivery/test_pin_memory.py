@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
-import pytest
 import torch
 
 from asyncloader.delivery.opener import Opener
@@ -13,7 +11,6 @@ from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import deliver, new_ring
-from tests.delivery.stages import closing
 
 
 class Stage:
@@ -90,40 +87,3 @@ def test_an_error_becomes_a_failure() -> None:
     failed.error.__traceback__ = None
     del failed
     assert ring.idle
-
-
-@pytest.mark.parametrize("oneoff", [False, True], ids=["slot", "segment"])
-def test_closing_gives_back_what_was_not_pinned(oneoff: bool) -> None:
-    """`close` waits for the copy in progress; the slots and descriptors of the other batches are released."""
-    ring = new_ring()
-    begun, go = threading.Event(), threading.Event()
-
-    def slow(batch: torch.Tensor) -> torch.Tensor:
-        begun.set()
-        assert go.wait(60)
-        return batch.clone()
-
-    stage = Stage(slow)
-    items = [deliver(seq, None if oneoff else ring) for seq in range(4)]
-    fds = [item.outcome.fd for item in items if item.outcome.fd is not None]
-    while items:
-        stage.stage.put(items.pop(0))
-    assert begun.wait(60)
-    closer = closing(stage.stage)
-    go.set()
-    closer.join()
-    assert [type(item) for item in stage.out] == [Deliver]
-    assert ring.idle
-    for fd in fds:
-        with pytest.raises(OSError, match="Bad file descriptor"):
-            os.fstat(fd)
-
-
-def test_closing_an_idle_stage_ends_its_thread() -> None:
-    """No thread is left (the leak check looks), whether or not an item was ever put."""
-    Stage(clone).stage.close()
-    stage = Stage(clone)
-    stage.stage.put(Finish())
-    assert stage.ended.wait(60)
-    stage.stage.close()
-    assert not any(thread.is_alive() for thread in stage.threads)

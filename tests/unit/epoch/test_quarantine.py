@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,13 +45,6 @@ def test_it_is_raised_with_the_indices_and_the_deaths(index: Any) -> None:
     assert caught.value.indices == index
     assert caught.value.deaths == ((0, 101, -9), (2, 102, 3))
     assert caught.value.stderr == "assertion failed in libfoo"
-
-
-def test_the_position_is_no_part_of_the_indices() -> None:
-    """In seeded mode tasks carry their position; the error has only the dataset's indices."""
-    with pytest.raises(TaskQuarantined) as caught:
-        settled(PositionedIndex(40, [3, 4]), "raise")
-    assert caught.value.indices == [3, 4]
 
 
 # --------------------------------------------------------------------------------------------------- skip
@@ -118,15 +110,6 @@ def test_a_function_gives_substitutes() -> None:
     assert dropped_count(records) == 0
 
 
-def test_without_batches_the_substitute_is_collated_alone() -> None:
-    """`collate_fn` then gets a single sample, as it does in a worker."""
-    collated: list[Any] = []
-    quarantine = Quarantine(Asked(), collated.append, batched=False, replicas=1)
-    _, records = quarantine.settle(poisoned(5))
-    assert collated == [50]
-    assert len(records) == 1
-
-
 def test_what_the_function_raises_is_raised() -> None:
     """The function may refuse by raising the given error or its own."""
 
@@ -154,14 +137,3 @@ def test_a_coroutine_function_cannot_be_asked(ask: OnError) -> None:
     """No worker's event loop could await it here: the quarantine is raised, and no coroutine is left unawaited."""
     with pytest.raises(TaskQuarantined):
         settled([3, 4], ask)
-
-
-def test_what_collation_raises_is_raised() -> None:
-    """Substitutes that cannot be collated together fail as they would in a worker."""
-
-    def collate(samples: Sequence[Any]) -> Any:
-        raise TypeError(f"cannot collate {len(samples)} samples")
-
-    quarantine = Quarantine(Asked(), collate, batched=True, replicas=1)
-    with pytest.raises(TypeError, match="cannot collate 2 samples"):
-        quarantine.settle(poisoned([1, 2]))

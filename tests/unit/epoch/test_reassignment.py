@@ -102,12 +102,6 @@ def test_retirement_blames_nobody(kind: Callable[[], Reassignment], death: Death
     assert not recovery.suspected(1)
 
 
-@pytest.mark.parametrize("kind", [blocking, concurrent])
-def test_a_death_without_tasks_blames_nobody(kind: Callable[[], Reassignment], death: Deaths) -> None:
-    """An idle worker was not killed by a task."""
-    assert kind().died(death(), []) == []
-
-
 # --------------------------------------------------------------------------------------------------- poison
 
 
@@ -138,36 +132,6 @@ def test_deaths_from_outside_poison_nothing(kind: Callable[[], Reassignment], de
         assert recovery.died(death(1, outside=True), [5]) == []
     assert recovery.died(death(1), [5]) == [5]
     assert len(recovery.deaths(5)) == KILLS
-
-
-def test_it_is_known_what_a_worker_was_at(death: Deaths) -> None:
-    """`struck` has a blocking worker's first task, all tasks in hand of a concurrent worker, none of an idle worker."""
-    for recovery, struck in ((blocking(), [4]), (concurrent(), [4, 6])):
-        recovery.died(death(outside=True), [4, 6])
-        assert list(recovery.struck) == struck
-        recovery.died(death(at_work=False), [4, 6])
-        assert not recovery.struck
-
-
-def test_a_blocking_worker_may_die_of_one_task_after_another(death: Deaths) -> None:
-    """Each task has its own deaths: two per task poison none."""
-    recovery = blocking()
-    for _ in range(KILLS - 1):
-        assert recovery.died(death(), [0, 1]) == []
-        assert replaced(recovery, 0, [0, 1]) == [0, 1]
-    recovery.answered(0, 0)
-    for _ in range(KILLS - 1):
-        assert recovery.died(death(), [1]) == []
-    assert recovery.died(death(), [1]) == [1]
-
-
-def test_an_answer_clears_a_suspect(death: Deaths) -> None:
-    """A task that was answered is no suspect any more, and its deaths are forgotten."""
-    recovery = blocking()
-    recovery.died(death(), [0, 1])
-    recovery.answered(0, 0)
-    assert not recovery.suspected(0)
-    assert recovery.deaths(0) == ()
 
 
 # -------------------------------------------------------------------------------------------------- isolation
@@ -201,14 +165,6 @@ def test_a_suspect_waits_for_the_tasks_in_hand() -> None:
     assert recovery.next_for(0, 0) == 7
 
 
-def test_a_suspect_of_a_blocking_worker_is_sent_with_the_others(death: Deaths) -> None:
-    """The first unanswered task certainly killed a blocking worker, so a suspect need not be alone."""
-    recovery = blocking()
-    recovery.died(death(), [0, 1, 2])
-    assert replaced(recovery, 0, [0, 1, 2]) == [0, 1, 2]
-    assert recovery.free(0)
-
-
 def test_a_death_over_a_suspect_that_is_tried_blames_it_alone(death: Deaths) -> None:
     """The death does not count against the suspects that waited, and the task is tried alone once more."""
     recovery = concurrent()
@@ -219,19 +175,6 @@ def test_a_death_over_a_suspect_that_is_tried_blames_it_alone(death: Deaths) -> 
     assert recovery.died(death(), [0, 1, 2]) == [0]
     assert [len(recovery.deaths(seq)) for seq in (1, 2)] == [1, 1]
     assert replaced(recovery, 0, [1, 2]) == [1]
-
-
-def test_other_workers_are_free_meanwhile(death: Deaths) -> None:
-    """A worker that is down, or tries a suspect, does not hold up other workers."""
-    recovery = concurrent()
-    recovery.died(death(0), [0])
-    recovery.down(0)
-    assert (recovery.free(0), recovery.free(1)) == (False, True)
-    recovery.wait(0, 0)
-    recovery.up(0)
-    assert recovery.next_for(0, 0) == 0
-    assert (recovery.free(0), recovery.free(1)) == (False, True)
-    assert recovery.next_for(1, 1) is None
 
 
 # -------------------------------------------------------------------------------------------- waiting tasks
@@ -252,14 +195,6 @@ def test_all_is_normal_until_a_death_and_again_after_the_recovery(death: Deaths)
     recovery.answered(0, 0)
     assert sent(recovery, 0, in_hand=0) == []
     assert not recovery.active
-
-
-def test_a_suspect_keeps_the_books_open(death: Deaths) -> None:
-    """`active` stays True while a task is suspected, since its answer must be recorded."""
-    recovery = blocking()
-    recovery.died(death(), [0])
-    assert replaced(recovery, 0, [0]) == [0]
-    assert recovery.active
 
 
 def test_a_worker_that_ended_gets_nothing(death: Deaths) -> None:
@@ -285,23 +220,3 @@ def test_each_worker_has_its_own_restarts(most: int, death: Deaths) -> None:
     recovery.died(death(0), [])
     assert not recovery.may_replace(0)
     assert recovery.may_replace(1)
-
-
-def test_retirement_costs_no_restart(death: Deaths) -> None:
-    """A worker that leaves by itself is always replaced, even with a `max_restarts` of 0."""
-    recovery = blocking(max_restarts=0)
-    for _ in range(5):
-        recovery.died(death(left=True), [3])
-        assert recovery.may_replace(0)
-    recovery.died(death(at_work=False), [3])
-    assert not recovery.may_replace(0)
-
-
-def test_advice_says_which_option_heals() -> None:
-    """Without restarts the advice names the option and `seed=`, which makes it exact; else the number of restarts."""
-    advice = blocking(max_restarts=0).advice(0)
-    assert "max_worker_restarts" in advice
-    assert "seed=" in advice
-    advice = blocking(max_restarts=3).advice(0)
-    assert "3 times" in advice
-    assert "max_worker_restarts" in advice

@@ -30,22 +30,6 @@ def answer(where: ResumePoints, *cursors: PackedCursor | None, worker: int = 0) 
 # ------------------------------------------------------------------------------------- streams with a state
 
 
-def test_a_stream_goes_on_at_its_last_cursor() -> None:
-    """The replacement begins with the cursor of the last answer, in the same epoch."""
-    where = resume_points()
-    answer(where, pickle_cursor(cursor(1)), pickle_cursor(cursor(2)))
-    assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=0)
-
-
-def test_batches_since_the_cursor_are_read_and_dropped() -> None:
-    """Where only some answers have cursors, the batches answered since the last cursor are skipped."""
-    where = resume_points()
-    answer(where, pickle_cursor(cursor(0)), None, pickle_cursor(cursor(3)), None, None)
-    assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(cursor=cursor(3), skip=2)
-
-
 def test_a_worker_that_answered_nothing_begins_again() -> None:
     """No batch was delivered: the replacement begins as the worker before did, stateful or not."""
     began = BEGIN._replace(cursor=cursor(7), skip=2)
@@ -63,14 +47,6 @@ def test_a_resumed_stream_counts_from_where_it_was_resumed() -> None:
     assert where.start(0) == BEGIN._replace(cursor=cursor(10), skip=5)
     answer(where, pickle_cursor(cursor(16)), None)
     assert where.start(0) == BEGIN._replace(cursor=cursor(16), skip=1)
-
-
-def test_each_worker_has_its_own_resume_point() -> None:
-    """The answers of one worker do not move the others."""
-    where = resume_points(BEGIN, BEGIN._replace(epoch=5))
-    answer(where, pickle_cursor(cursor(1)), worker=1)
-    assert where.start(0) == BEGIN
-    assert where.start(1) == BEGIN._replace(epoch=5, cursor=cursor(1))
 
 
 # ---------------------------------------------------------------------------------- streams without a state
@@ -99,14 +75,6 @@ def test_a_state_that_could_not_be_taken_is_an_obstacle() -> None:
     assert "Recovery(allow_replay=True)" in text
 
 
-def test_replay_reads_from_the_beginning() -> None:
-    """All batches that were answered are read again and dropped."""
-    where = resume_points(replays=True)
-    answer(where, None, None, None)
-    assert where.obstacle(0) == ""
-    assert where.start(0) == BEGIN._replace(skip=3)
-
-
 def test_replay_in_a_resumed_epoch_skips_what_was_delivered_before_too() -> None:
     """The stream is read from its beginning, so the batches of the run before count, too."""
     where = resume_points(BEGIN._replace(skip=8), replays=True)
@@ -122,25 +90,7 @@ def test_replay_ignores_a_state_that_could_not_be_taken() -> None:
     assert where.start(0) == BEGIN._replace(cursor=None, skip=6)
 
 
-def test_replay_goes_on_at_a_cursor_where_there_is_one() -> None:
-    """A stream with a state is not read again from its beginning."""
-    where = resume_points(replays=True)
-    answer(where, pickle_cursor(cursor(1)), None)
-    assert where.start(0) == BEGIN._replace(cursor=cursor(1), skip=1)
-
-
 # ------------------------------------------------------------------------------------------ batches that raised
-
-
-def test_batches_that_raised_count_as_answers() -> None:
-    """Batches that raised since the cursor are read again and dropped, like the others."""
-    where = resume_points()
-    where.failed(0)  # before the cursor, which counts it
-    answer(where, pickle_cursor(cursor(2)))
-    where.failed(0)
-    answer(where, None)
-    where.failed(0)
-    assert where.start(0) == BEGIN._replace(cursor=cursor(2), skip=3)
 
 
 def test_a_stream_of_which_only_errors_came() -> None:

@@ -44,28 +44,6 @@ def test_start_asks_for_all_credits() -> None:
     assert Scheduler(workers=3, credits=2).handle(Started()) == [Pull(6)]
 
 
-def test_round_robin_takes_turns() -> None:
-    """Each task goes to the next worker in turn; tasks are numbered from 0."""
-    s = started(epoch=7)
-    assert s.handle(Offered("a")) == [Assign(0, Task(7, 0, "a"))]
-    assert s.handle(Offered("b")) == [Assign(1, Task(7, 1, "b"))]
-    assert s.handle(Offered("c")) == [Assign(0, Task(7, 2, "c"))]
-
-
-def test_delivery_waits_for_the_head_of_the_line() -> None:
-    """An early answer is delivered right after the answer before it."""
-    s = started(offers=3)
-    assert s.handle(Completed(0, 2, "C")) == []
-    assert s.handle(Completed(1, 1, "B")) == []
-    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Deliver(1, 1, "B"), Deliver(2, 0, "C")]
-
-
-def test_in_order_false_delivers_at_once() -> None:
-    """With in_order=False an answer is delivered as soon as it arrives."""
-    s = started(offers=3, in_order=False)
-    assert s.handle(Completed(0, 2, "C")) == [Deliver(2, 0, "C")]
-
-
 def test_credit_returns_at_delivery_not_at_completion() -> None:
     """Only a batch that the consumer took makes room for the next."""
     s = started(workers=1, credits=1, offers=1)
@@ -96,12 +74,6 @@ def test_held_back_batches_let_others_run_ahead() -> None:
     assert s.handle(Offered("d")) == [Assign(1, Task(0, 3, "d"))]
     assert s.handle(Completed(1, 3, "D")) == []
     assert s.undelivered == 4
-
-
-def test_without_run_ahead_the_head_of_the_line_stops_all() -> None:
-    """With a `reorder_window` of 0 no more tasks than the credits are assigned."""
-    s = ahead(0)
-    assert s.handle(Completed(1, 1, "B")) == []
 
 
 def test_what_ran_ahead_is_made_up_for() -> None:
@@ -139,13 +111,6 @@ def test_run_ahead_may_be_lowered() -> None:
     assert s.handle(Completed(0, 0, "A"))[-1] == Deliver(2, 1, "C")
     assert s.handle(Delivered(0)) == []
     assert s.handle(Delivered(1)) == [Pull(1)]
-
-
-def test_nobody_runs_ahead_past_the_samplers_end() -> None:
-    """A sampler that has ended is not asked again."""
-    s = ahead(2)
-    s.handle(SamplerEnded())
-    assert s.handle(Completed(1, 1, "B")) == []
 
 
 def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
@@ -216,46 +181,12 @@ def test_finish_comes_after_the_last_delivery() -> None:
     assert s.over
 
 
-def test_empty_sampler_finishes_at_once() -> None:
-    """Without an index no batch is made."""
-    assert started().handle(SamplerEnded()) == [Finish()]
-
-
-def test_sampler_is_not_asked_after_its_end() -> None:
-    """Deliveries after the sampler's end ask for no index."""
-    s = started(workers=1, offers=2)
-    s.handle(SamplerEnded())
-    s.handle(Completed(0, 0, "A"))
-    assert s.handle(Delivered(0)) == []
-
-
-def test_iterable_offers_itself_tasks() -> None:
-    """Without a sampler every credit becomes a task without an index."""
-    actions = Scheduler(workers=2, credits=1, iterable=True).handle(Started())
-    assert actions == [Assign(0, Task(0, 0, None)), Assign(1, Task(0, 1, None))]
-
-
 def test_exhausted_worker_gets_no_more_and_its_tasks_are_void() -> None:
     """When a copy ends, its other tasks are void and one new task goes to a worker that still has data."""
     s = started(iterable=True)  # tasks 0 and 2 at worker 0, 1 and 3 at worker 1
     s.handle(Completed(1, 1, "B"))
     assert s.handle(Exhausted(0, 0)) == [Deliver(1, 1, "B"), Assign(1, Task(0, 4, None))]
     assert set(s.outstanding) == {3, 4}
-
-
-def test_answers_of_a_worker_that_ended_later_are_still_delivered() -> None:
-    """A batch that a worker gave before its end is still delivered."""
-    s = started(workers=1, credits=3, iterable=True)
-    s.handle(Completed(0, 0, "A"))
-    assert s.handle(Exhausted(0, 1)) == []
-    assert s.handle(Delivered(0)) == [Finish()]
-
-
-def test_iterable_finishes_when_every_copy_ended() -> None:
-    """`Finish` is sent when the last copy has ended."""
-    s = started(credits=1, iterable=True)
-    assert s.handle(Exhausted(0, 0)) == [Assign(1, Task(0, 2, None))]
-    assert s.handle(Exhausted(1, 1)) == [Finish()]
 
 
 def test_death_ends_the_epoch_with_its_error() -> None:
@@ -272,14 +203,6 @@ def test_death_ends_the_epoch_with_its_error() -> None:
     assert s.handle(Died(1, error)) == []
 
 
-def test_outstanding_tasks_survive_a_death() -> None:
-    """After a death, unanswered tasks are known with everything needed to give them to another worker."""
-    s = started(offers=3)
-    s.handle(Completed(0, 0, "A"))
-    s.handle(Died(1, WorkerDied(1, 17, -9)))
-    assert s.outstanding == {1: Task(0, 1, 1), 2: Task(0, 2, 2)}
-
-
 def test_abandon_gives_what_nobody_will_take() -> None:
     """Abandoning the epoch returns the answers that wait for the head of the line, once; then the epoch is over."""
     s = started(offers=4)
@@ -289,27 +212,6 @@ def test_abandon_gives_what_nobody_will_take() -> None:
     assert s.abandon() == []
     assert s.handle(Completed(0, 0, "A")) == []
     assert s.over
-
-
-def test_outstanding_is_a_copy() -> None:
-    """A caller cannot change the scheduler through the returned dictionary."""
-    s = started(offers=1)
-    s.outstanding.clear()
-    assert s.outstanding == {0: Task(0, 0, 0)}
-
-
-def test_undelivered_counts_until_the_consumer_takes() -> None:
-    """A batch counts from its assignment to its delivery."""
-    s = started(offers=2)
-    s.handle(Completed(0, 0, "A"))
-    assert s.undelivered == 2
-    s.handle(Delivered(0))
-    assert s.undelivered == 1
-
-
-def test_repr_is_one_short_line() -> None:
-    """The repr has the epoch and the counts of outstanding tasks."""
-    assert repr(started(offers=3)) == "<Scheduler epoch=0 sent=3 unanswered=3 undelivered=3 next=0 over=False>"
 
 
 @pytest.mark.parametrize(("workers", "credits"), [(0, 1), (1, 0), (-1, 2)])
@@ -334,23 +236,6 @@ def test_answer_that_nobody_waits_for_is_refused() -> None:
     s.handle(Completed(0, 0, "A"))
     with pytest.raises(ValueError, match="task 0 was answered but not outstanding"):
         s.handle(Completed(0, 0, "A"))
-
-
-def test_answer_to_a_void_task_is_refused() -> None:
-    """A worker that ended must not answer its later tasks."""
-    s = started(iterable=True)
-    s.handle(Exhausted(0, 0))
-    with pytest.raises(ValueError, match="task 2 was answered but not outstanding"):
-        s.handle(Completed(0, 2, "?"))
-
-
-def test_second_delivery_is_refused() -> None:
-    """A batch is delivered once: its credit returns once."""
-    s = started(offers=1)
-    s.handle(Completed(0, 0, "A"))
-    s.handle(Delivered(0))
-    with pytest.raises(ValueError, match="task 0 was delivered twice"):
-        s.handle(Delivered(0))
 
 
 def test_delivery_of_an_unanswered_task_is_refused() -> None:

@@ -74,15 +74,6 @@ def test_a_free_workers_tasks_go_to_the_living() -> None:
     assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
 
 
-def test_without_anybody_alive_tasks_wait() -> None:
-    """Least loaded with all workers down: no task is sent before a replacement exists."""
-    s = started(offers=4, assignment="least_loaded")
-    assert s.handle(death(0)) == [Replace(0), Assign(1, task(2))]
-    assert s.handle(death(1)) == [Replace(1)]
-    assert s.handle(Replaced(1)) == [Assign(1, task(1), suspect=True), Assign(1, task(3)), Assign(1, task(2))]
-    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
-
-
 def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
     """The sampler is still read, and the order of each worker's tasks is kept."""
     s = started(credits=2, offers=2)
@@ -90,25 +81,6 @@ def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
     assert s.handle(Offered(2)) == []
     assert s.handle(Offered(3)) == [Assign(1, task(3))]
     assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
-
-
-def test_answers_after_a_recovery_are_delivered_in_order() -> None:
-    """Batches that were held back for the lost task are delivered right after it."""
-    s = started(offers=3)
-    s.handle(Completed(1, 1, "B"))
-    s.handle(death(0))
-    s.handle(Replaced(0))
-    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Deliver(1, 1, "B")]
-
-
-def test_suspects_of_a_concurrent_worker_come_one_at_a_time() -> None:
-    """Each suspect is tried alone, then the other tasks follow together."""
-    s = started(workers=1, credits=3, offers=2, concurrent=True)
-    s.handle(death(0))
-    s.handle(Offered(2))
-    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
-    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A"), Assign(0, task(1), suspect=True)]
-    assert s.handle(Completed(0, 1, "B")) == [Deliver(1, 0, "B"), Assign(0, task(2))]
 
 
 def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
@@ -163,13 +135,6 @@ def test_a_worker_that_died_in_peace_gets_nothing() -> None:
     assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
 
 
-def test_a_copy_that_has_ended_is_not_replaced() -> None:
-    """A worker whose stream was read to its end is not replaced."""
-    s = started(iterable=True)
-    s.handle(Exhausted(0, 0))
-    assert s.handle(death(0)) == []
-
-
 def test_an_obstacle_ends_the_epoch() -> None:
     """If the stream cannot be read on, the worker is not replaced: the death is raised with the reason."""
     s = started(iterable=True)
@@ -178,13 +143,6 @@ def test_an_obstacle_ends_the_epoch() -> None:
     assert error.advice == "It was not replaced, because ..."
     assert error.pid == 17
     assert s.over
-
-
-def test_an_obstacle_is_none_for_a_worker_that_is_not_needed() -> None:
-    """Where no more is to be read, the obstacle does not matter."""
-    s = started(iterable=True)
-    s.handle(Exhausted(0, 0))
-    assert s.handle(death(0, obstacle="It was not replaced, because ...")) == []
 
 
 def test_without_restarts_the_advice_names_the_option() -> None:

@@ -14,16 +14,6 @@ def bad(*indices: int) -> list[SkippedSample]:
     return [SkippedSample(index, None, 1, 99, f"ValueError: {index}", "", "skipped", None) for index in indices]
 
 
-def test_samples_are_kept_in_the_order_of_their_batches() -> None:
-    """Each record is kept unchanged, and none is lost."""
-    log = SkippedSampleLog(10, Statistics())
-    assert log.samples == []
-    log.add(bad(5, 3))
-    log.add([])
-    log.add(bad(4))
-    assert log.samples == bad(5, 3, 4)
-
-
 def test_the_limit_may_be_reached() -> None:
     """`limit` samples may raise; one more is too many, and the error has the limit and the last sample."""
     log = SkippedSampleLog(3, Statistics())
@@ -39,22 +29,6 @@ def test_the_batch_beyond_the_limit_is_recorded_whole() -> None:
     with pytest.raises(TooManySkippedSamples, match="index 3"):
         log.add(bad(1, 2, 3))
     assert log.samples == bad(1, 2, 3)
-
-
-def test_none_at_all_may_raise() -> None:
-    """With a limit of 0 the first sample is too many; an empty list of records is not."""
-    log = SkippedSampleLog(0, Statistics())
-    log.add([])
-    with pytest.raises(TooManySkippedSamples, match="max_skipped_samples=0"):
-        log.add(bad(1))
-
-
-def test_without_a_limit_there_is_no_end() -> None:
-    """With a limit of None any number of samples may raise."""
-    log = SkippedSampleLog(None, Statistics())
-    for start in range(0, 5000, 100):
-        log.add(bad(*range(start, start + 100)))
-    assert [record.index for record in log.samples] == list(range(5000))
 
 
 def test_the_error_pickles() -> None:

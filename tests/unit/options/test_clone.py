@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     WeightedRandomSampler,
@@ -22,12 +21,10 @@ from asyncloader import (
     DataLoader,
     Recovery,
     SeededSampler,
-    StatefulDataLoader,
-    StatefulRandomSampler,
     Tuning,
 )
 from asyncloader.options.clone import constructor_arguments
-from tests.helpers.datasets import AsyncNumbers, AsyncStream, CountedStream, Numbers
+from tests.helpers.datasets import AsyncNumbers, AsyncStream, Numbers
 
 Torchs = torch.utils.data.DataLoader
 
@@ -52,13 +49,6 @@ def arguments(loader: Any, **changes: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------- all options
-
-
-def test_a_default_loader_needs_its_dataset_only() -> None:
-    """Objects that torch made by itself, such as the sampler, are not passed back."""
-    dataset = Numbers(4)
-    assert constructor_arguments(Torchs(dataset), {})["dataset"] is dataset
-    assert arguments(Torchs(dataset)) == {}
 
 
 def test_every_option_is_kept() -> None:
@@ -109,25 +99,12 @@ def test_a_loader_of_torchs_has_none_of_our_options() -> None:
     assert (loader.tuning, loader.concurrency) == (Tuning(), 9)
 
 
-def test_changes_replace() -> None:
-    """Values in `changes` are passed as they are, including None."""
-    loader = Torchs(Numbers(9), batch_size=4, collate_fn=len, generator=torch.Generator())
-    changed = constructor_arguments(loader, {"collate_fn": None, "batch_size": 2, "generator": None})
-    assert (changed["collate_fn"], changed["batch_size"], changed["generator"]) == (None, 2, None)
-
-
 @pytest.mark.parametrize("batch_size", [2, None])
 @pytest.mark.parametrize("collate_fn", [default_collate, default_convert, None])
 def test_collations_of_torchs(batch_size: int | None, collate_fn: Any) -> None:
     """The default function follows the batch size; a default function that was given for the other case is kept."""
     loader = Torchs(Numbers(4), batch_size=batch_size, collate_fn=collate_fn)
     assert DataLoader[Any].from_torch(loader).collate_fn is loader.collate_fn
-
-
-def test_the_default_collation_follows_a_changed_batch_size() -> None:
-    """When the change is between batches and single samples, the constructor chooses the default function again."""
-    assert DataLoader[Any].from_torch(Torchs(Numbers(4)), batch_size=None).collate_fn is default_convert
-    assert DataLoader[Any].from_torch(Torchs(Numbers(4), batch_size=None), batch_size=2).collate_fn is default_collate
 
 
 # ------------------------------------------------------------------------------------------- workers
@@ -160,13 +137,6 @@ def test_workers_for_a_loader_that_had_none() -> None:
     list(loader)
 
 
-@pytest.mark.filterwarnings("ignore:This DataLoader will create")
-def test_another_number_of_workers() -> None:
-    """Options that need workers are kept as long as the number of workers is not 0."""
-    clone = DataLoader[Any](Numbers(4), num_workers=2, prefetch_factor=4, persistent_workers=True).clone(num_workers=3)
-    assert (clone.num_workers, clone.prefetch_factor, clone.persistent_workers) == (3, 4, True)
-
-
 # ------------------------------------------------------------------------------------------- order
 
 
@@ -179,22 +149,6 @@ def test_shuffling_is_made_anew() -> None:
     assert type(clone.sampler) is RandomSampler
     assert clone.sampler.generator is clone.generator is not generator
     assert sorted(float(batch[0, 0]) for batch in clone) == [100.0 * i for i in range(9)]
-
-
-def test_a_stateful_loaders_shuffling_is_made_anew() -> None:
-    """So is the sampler that a StatefulDataLoader made of ``shuffle=True``; the user's own is passed on."""
-    clone = StatefulDataLoader[Any](Numbers(4), shuffle=True).clone(dataset=Numbers(9)).clone()
-    assert type(clone.sampler) is StatefulRandomSampler
-    assert sorted(float(batch[0, 0]) for batch in clone) == [100.0 * i for i in range(9)]
-    own = StatefulRandomSampler(Numbers(4))
-    assert StatefulDataLoader[Any](Numbers(4), sampler=own).clone().sampler is own
-
-
-def test_the_plain_order_is_made_anew() -> None:
-    """A default SequentialSampler is left out: a clone with another dataset has the length of that dataset."""
-    clone = DataLoader[Any](Numbers(4), batch_size=2).clone(dataset=Numbers(9))
-    assert type(clone.sampler) is SequentialSampler
-    assert [float(batch[0, 0]) for batch in clone] == [0.0, 200.0, 400.0, 600.0, 800.0]
 
 
 OWN_SAMPLERS: dict[str, Any] = {
@@ -274,40 +228,7 @@ def test_leaving_an_own_batch_sampler(change: dict[str, Any]) -> None:
     assert clone.batch_size == change.get("batch_size", 1)
 
 
-def test_single_samples() -> None:
-    """batch_size=None and the order are kept; drop_last, which batch_size=None excludes, is dropped."""
-    single = Torchs(Numbers(4), batch_size=None, shuffle=True)
-    assert arguments(single) == {"batch_size": None, "shuffle": True}
-    assert arguments(single, batch_size=2) == {"batch_size": 2, "shuffle": True}
-    batched = DataLoader[Any](Numbers(4), batch_size=3, drop_last=True)
-    assert [tuple(sample.shape) for sample in batched.clone(batch_size=None)] == [(3,)] * 4
-    assert len(batched.clone(batch_size=3)) == 1
-
-
 # ------------------------------------------------------------------------------------------- kinds of datasets
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(range(5))
-
-
-def test_streams() -> None:
-    """For an iterable dataset batch_size and drop_last are passed, and no sampler."""
-    loader = Torchs(Stream(), batch_size=2, drop_last=True)
-    assert arguments(loader) == {"batch_size": 2, "drop_last": True}
-    clone = DataLoader[Any].from_torch(loader)
-    assert [batch.tolist() for batch in clone] == [[0, 1], [2, 3]]
-    assert [batch.tolist() for batch in clone.clone(drop_last=False)] == [[0, 1], [2, 3], [4]]
-    assert list(clone.clone(batch_size=None)) == [0, 1, 2, 3, 4]
-
-
-def test_from_one_kind_to_the_other() -> None:
-    """Another dataset may be of the other kind, as long as no option asks for an order of a stream."""
-    assert len(list(DataLoader[Any](Numbers(5), batch_size=2).clone(dataset=Stream()))) == 3
-    assert len(list(DataLoader[Any](Stream(), batch_size=2).clone(dataset=Numbers(5)))) == 3
-    with pytest.raises(ValueError, match="expected unspecified shuffle option"):
-        DataLoader[Any](Numbers(5), shuffle=True).clone(dataset=CountedStream(5, said=5))
 
 
 def test_datapipes() -> None:
@@ -321,14 +242,6 @@ def test_datapipes() -> None:
         assert type(clone.dataset) is type(loader.dataset)
         assert kind in type(clone.dataset).__name__
         assert [batch.tolist() for batch in clone] == [[0, 1], [2, 3], [4]]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_another_map_datapipe(shuffle: bool) -> None:
-    """A default sampler of a datapipe is made again for another dataset, as for any dataset."""
-    loader = DataLoader[Any](SequenceWrapper(range(3)), shuffle=shuffle)
-    clone = loader.clone(dataset=SequenceWrapper(range(6)))
-    assert sorted(int(batch) for batch in clone) == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])

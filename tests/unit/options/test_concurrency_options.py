@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, Dataset, SequentialSampler, Subset
 
 from asyncloader import DataLoader
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import grouped
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from tests.helpers.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, Numbers
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
 
 
 class Stateful(AsyncNumbers):
@@ -120,13 +115,6 @@ def test_there_is_work_for_every_place_in_flight(size: int, concurrency: int, pr
     assert found >= prefetch
     assert (found - 1) * size >= concurrency
     assert found == prefetch or (found - 2) * size < concurrency
-
-
-def test_without_workers() -> None:
-    """Without workers the number is the same, except that torch's minimum of 2 does not apply."""
-    assert credits(AsyncNumbers(9), batch_size=64) == 5
-    assert credits(Numbers(9), batch_size=64) == 1
-    assert credits(Stateful(9)) == 1
 
 
 def waited(method: Any) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import weakref
 from collections.abc import Generator
 from typing import Any, ClassVar
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 
 from asyncloader import (
-    AsyncDataLoader,
     DataLoader,
     DeviceOptions,
     Recovery,
@@ -21,9 +18,7 @@ from asyncloader import (
     Tuning,
 )
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.ranks.topology import Topology
 from tests.helpers.datasets import AsyncNumbers, CountedStream, Numbers
-from tests.helpers.running import run_async
 
 
 def config(dataset: Any = None, kind: Any = DataLoader, **options: Any) -> EpochConfig:
@@ -39,24 +34,6 @@ def test_it_is_fixed() -> None:
     assert found.collate_fn is torch.utils.data.default_collate
     with pytest.raises(AttributeError, match="num_workers cannot become 3"):
         found.num_workers = 3
-
-
-def test_it_does_not_hold_the_loader() -> None:
-    """An iterator that stays alive does not keep its loader alive."""
-    loader = DataLoader[Any](Numbers(6), seed=1, num_workers=1)
-    found, reference = EpochConfig.of(loader), weakref.ref(loader)
-    del loader
-    gc.collect()
-    assert reference() is None
-    assert found.seeded
-
-
-def test_ranks_wait_for_each_other_over_map_datasets_with_a_seed() -> None:
-    """Without a seed the sampler does the sharding; over a stream ranks do not wait for equal numbers of batches."""
-    ranks = {"rank": 1, "world_size": 3}
-    assert (config().topology, config().even_ranks) == (Topology(0, 1), 1)
-    assert (config(seed=1, **ranks).topology, config(seed=1, **ranks).even_ranks) == (Topology(1, 3), 3)
-    assert config(CountedStream(6, said=6), seed=1, **ranks).even_ranks == 1
 
 
 @pytest.mark.parametrize(
@@ -140,19 +117,3 @@ def test_the_loader_is_asked_nothing_after_iter(workers: int, options: dict[str,
         with listening() as asked:
             assert len(list(iterator)) == 6
     assert asked == []
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_asynchronous_loader_is_asked_nothing_either(workers: int, options: dict[str, Any]) -> None:
-    """The asynchronous loader does not read the attributes of its inner loader either."""
-
-    async def run() -> list[str]:
-        async with AsyncDataLoader[Any](Numbers(6), num_workers=workers, **options) as loader:
-            loader._spec.__class__ = Watched
-            iterator = aiter(loader)
-            with listening() as asked:
-                assert len([batch async for batch in iterator]) == 6
-            return asked
-
-    assert run_async(run()) == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.utils.data import IterableDataset
 
-from asyncloader import AsyncDataLoader, DataLoader, Recovery
+from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.objects import grouped
 
@@ -40,10 +40,6 @@ class SizedStream(Stream):
         return 6
 
 
-def substitute(index: Any, error: Exception) -> Any:
-    return index
-
-
 BAD: list[tuple[str, Any]] = [
     ("worker_timeout", 0),
     ("worker_timeout", -1.5),
@@ -67,24 +63,6 @@ BAD: list[tuple[str, Any]] = [
     ("worker_memory_limit", "8 giga"),
     ("allow_replay", "yes"),
 ]
-GOOD: list[tuple[str, Any]] = [
-    ("worker_timeout", None),
-    ("worker_timeout", 5),
-    ("worker_timeout", 0.25),
-    ("worker_timeout", math.inf),
-    ("max_worker_restarts", None),
-    ("max_worker_restarts", 0),
-    ("max_worker_restarts", 7),
-    ("on_error", "raise"),
-    ("on_error", "skip"),
-    ("on_error", substitute),
-    ("max_skipped_samples", None),
-    ("max_skipped_samples", 0),
-    ("worker_memory_limit", None),
-    ("worker_memory_limit", 1),
-    ("worker_memory_limit", 1 << 40),
-    ("worker_memory_limit", "8GiB"),
-]
 
 
 @pytest.mark.parametrize("loader", LOADERS)
@@ -98,29 +76,6 @@ def test_bad_values_are_refused(loader: Any, name: str, value: Any) -> None:
             loader(Map(), num_workers=workers, **grouped({name: value}))
 
 
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("dataset", [Map(), Stream()], ids=["map", "stream"])
-@pytest.mark.parametrize(
-    ("name", "value"), GOOD, ids=[f"{name}={getattr(value, '__name__', value)!r}" for name, value in GOOD]
-)
-def test_good_values_are_stored_as_they_are(loader: Any, dataset: Any, name: str, value: Any) -> None:
-    """The values are stored under the options' names, for either kind of dataset."""
-    made = loader(dataset, **grouped({name: value}))
-    assert getattr(made if hasattr(made, name) else made.recovery, name) is value
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-@pytest.mark.parametrize("seed", [None, 7])
-def test_defaults(loader: Any, seed: int | None) -> None:
-    """By default no worker is killed or retired and no sample left out; the number of restarts depends on the mode."""
-    made = loader(Map(), seed=seed)
-    assert made.max_worker_restarts is None
-    assert made.on_error == "raise"
-    assert made.recovery == Recovery(
-        worker_timeout=None, worker_memory_limit=None, max_skipped_samples=1000, allow_replay=False
-    )
-
-
 @pytest.mark.parametrize(
     ("given", "seeded", "number"), [(None, True, 3), (None, False, 0), (0, True, 0), (5, False, 5)]
 )
@@ -130,12 +85,6 @@ def test_restarts(given: int | None, seeded: bool, number: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- refill
-
-
-@pytest.mark.parametrize("loader", LOADERS)
-def test_refill_with_all_that_it_needs(loader: Any) -> None:
-    """`refill` is accepted with a seed and a map dataset that has a length."""
-    assert loader(Map(), seed=1, on_error="refill").on_error == "refill"
 
 
 @pytest.mark.parametrize("loader", LOADERS)

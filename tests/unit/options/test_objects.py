@@ -22,20 +22,12 @@ from asyncloader import (
     StatefulDataLoader,
     Tuning,
 )
-from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, OPTION_NAMES, OUR_OPTION_NAMES
+from asyncloader.options.declaration import OPTION_NAMES
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.options.objects import _OF_DATASETS, OPTION_OBJECTS, grouped
+from asyncloader.options.objects import _OF_DATASETS
 from tests.helpers.datasets import Numbers
 
 ROWS = Numbers(3)
-
-
-def test_few_options_are_flat() -> None:
-    """Besides the objects we have at most 12 options, not counting torchdata's; no field has an option's name."""
-    flat = set(OUR_OPTION_NAMES) - set(OPTION_OBJECTS) - {"snapshot_every_n_steps"}
-    assert len(flat) <= 12
-    assert not set(FIELD_NAMES) & set(OPTION_NAMES)
-    assert len(FIELD_NAMES) == sum(len(dataclasses.fields(kind)) for kind in OPTION_OBJECTS.values())
 
 
 def test_they_are_fixed_and_can_be_copied() -> None:
@@ -75,12 +67,6 @@ def test_clone_changes_single_fields(kind: Any) -> None:
     both = loader.clone(recovery=Recovery(allow_replay=True), worker_timeout=9).recovery
     assert both == Recovery(allow_replay=True, worker_timeout=9)
     assert kind.from_torch(DataLoader(Numbers(3)), reorder_window=2).tuning == Tuning(reorder_window=2)
-
-
-def test_grouped_changes_nothing_else() -> None:
-    """Options that are no fields stay as they are; without fields no object is made."""
-    assert grouped({"seed": 1, "recovery": None}) == {"seed": 1, "recovery": None}
-    assert grouped(DEFAULTS) == DEFAULTS
 
 
 def test_sizes_are_resolved_when_iteration_begins() -> None:

@@ -63,29 +63,6 @@ def check(*, iterable: bool = False, **changes: Any) -> None:
         check()
 
 
-ALLOWED: list[dict[str, Any]] = [
-    {},
-    {"seed": None},
-    {"seed": 0},
-    {"seed": (1 << 64) - 1},
-    {"seed": None, "generator": torch.Generator()},
-    {"rank": 0, "world_size": 1},
-    {"rank": 7, "world_size": 8},
-    *({"on_uneven": rule} for rule in ("pad", "repeat", "error")),
-    {"iterable": True, "on_uneven": "error"},
-    {"allow_replay": True},
-    {"snapshot_every_n_steps": None},
-    {"snapshot_every_n_steps": 0},
-    {"reorder_window": 0},
-]
-
-
-@pytest.mark.parametrize("changes", ALLOWED, ids=lambda given: re.sub(r"<.*?>", "generator", str(given)))
-def test_options_that_are_allowed(changes: dict[str, Any]) -> None:
-    """The values at the ends of each range are allowed, too."""
-    check(**changes)
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seed": -1}, r"seed should be .* but got seed=-1"),
     ({"seed": 1 << 64}, "seed=18446744073709551616"),
@@ -131,14 +108,6 @@ def test_both_loaders_check(loader: Any) -> None:
         loader(Stream(), seed=1, on_uneven="pad")
 
 
-@pytest.mark.parametrize("shuffle", [None, False, True])
-def test_the_default_sampler_is_ours(shuffle: Any) -> None:
-    """With a seed and without a sampler of the user's, the sampler is a SeededSampler, shuffled if asked for."""
-    sampler = default_sampler(DATA, 5, shuffle, None, None)
-    assert isinstance(sampler, SeededSampler)
-    assert (sampler.seed, sampler.shuffle, len(sampler)) == (5, bool(shuffle), 20)
-
-
 def test_a_users_sampler_keeps_its_place() -> None:
     """No default sampler is made beside a sampler of the user's, for a stream, or without a seed."""
     for arguments in (
@@ -161,11 +130,6 @@ def process_group() -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_a_process_alone_is_rank_0_of_1() -> None:
-    """Without torch.distributed and without options, the topology is one rank."""
-    assert topology(DataLoader(DATA, seed=1)) == Topology(0, 1)
 
 
 def test_torch_distributed_says_who_we_are(process_group: None) -> None:
@@ -204,19 +168,6 @@ def test_groups_that_are_refused(process_group: None) -> None:
 def share_of(loader: DataLoader[Any]) -> Share:
     base = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     return rank_view(loader, base).share
-
-
-def test_the_default_order_is_shared_out() -> None:
-    """Batches of the loader's size are cut from the sampler's single indices."""
-    loader = DataLoader(DATA, seed=1, batch_size=4, drop_last=True, rank=1, world_size=2, on_uneven="pad")
-    assert share_of(loader) == Share(4, True, Topology(1, 2), "pad")
-    assert rank_view(loader, loader.batch_sampler).sampler is loader.sampler
-
-
-def test_without_batches_indices_are_shared_out() -> None:
-    """With `batch_size=None` an index is a step."""
-    loader = DataLoader(DATA, seed=1, batch_size=None, rank=1, world_size=2)
-    assert share_of(loader) == Share(None, False, Topology(1, 2), "drop")
 
 
 def test_a_users_batches_are_dealt_out_whole() -> None:
@@ -319,13 +270,6 @@ def test_where_the_order_comes_from(order: str) -> None:
         assert expected(**arguments)["order"] == order
 
 
-def test_a_plain_batch_sampler_is_its_parts() -> None:
-    """A torch BatchSampler expects the state that a loader with its sampler, size and drop_last expects."""
-    sampler = RandomSampler(DATA)
-    one = expected(seed=1, batch_sampler=BatchSampler(sampler, 4, drop_last=True))
-    assert one == expected(seed=1, sampler=sampler, batch_size=4, drop_last=True)
-
-
 def test_a_users_seed_is_part_of_the_order() -> None:
     """With a SeededSampler of the user's, another seed is another order."""
     for seed in (None, 1):
@@ -333,13 +277,3 @@ def test_a_users_seed_is_part_of_the_order() -> None:
         assert one != other
         assert one == expected(seed=seed, sampler=SeededSampler(DATA, 5))
     assert expected(seed=1, sampler=SeededSampler(DATA, 1)) == expected(seed=1, shuffle=True)
-
-
-def test_an_unsized_dataset_has_no_length() -> None:
-    """Without `__len__` the length is None."""
-
-    class Endless:
-        def __getitem__(self, index: int) -> int:
-            return index
-
-    assert expected(Endless(), sampler=range(5))["length"] is None

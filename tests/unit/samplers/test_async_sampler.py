@@ -79,26 +79,6 @@ def test_only_what_cannot_be_read_plainly_is_async() -> None:
     assert isinstance(Counting(1), AsyncSampler)
 
 
-async def test_indices_are_gathered_into_batches() -> None:
-    """Single indices become lists; the last list may be short."""
-    assert await read(AsyncIndexSource(Counting(5), 2, drop_last=False)) == [[0, 1], [2, 3], [4]]
-
-
-async def test_drop_last_leaves_out_the_short_batch() -> None:
-    """With drop_last only whole batches are given."""
-    assert await read(AsyncIndexSource(Counting(5), 2, drop_last=True)) == [[0, 1], [2, 3]]
-
-
-async def test_without_batch_size_indices_pass_through() -> None:
-    """Without a batch size the sampler's items are passed on unchanged."""
-    assert await read(AsyncIndexSource(Counting(3), None, drop_last=False)) == [0, 1, 2]
-
-
-async def test_empty_sampler_gives_no_batch() -> None:
-    """Without an index there is no batch, not an empty batch."""
-    assert await read(AsyncIndexSource(Counting(0), 2, drop_last=False)) == []
-
-
 async def test_length_is_the_number_of_batches() -> None:
     """`len` is the number of batches that reading gives."""
     for count, batch_size, drop_last in product(range(7), [None, 1, 3], [False, True]):
@@ -151,12 +131,6 @@ async def test_a_stateful_sampler_goes_on_by_its_state() -> None:
         )
 
 
-def test_length_of_an_unsized_sampler_is_a_type_error() -> None:
-    """The source of a sampler without a length has no length either."""
-    with pytest.raises(TypeError):
-        len(AsyncIndexSource(Endless(), 2, drop_last=False))
-
-
 @pytest.mark.parametrize("batch_size", [None, 2])
 async def test_closing_the_source_closes_the_sampler(batch_size: int | None) -> None:
     """A sampler that is left early is closed at once, not when garbage is collected."""
@@ -173,14 +147,6 @@ def test_batch_sampler_around_an_async_sampler_is_taken_apart() -> None:
     source = as_async_source(BatchSampler(sampler, 2, drop_last=True))  # type: ignore[arg-type]
     assert source is not None
     assert (source.sampler, source.share.batch_size, source.share.drop_last) == (sampler, 2, True)
-
-
-def test_async_batch_sampler_is_taken_as_it_is() -> None:
-    """An async batch sampler gives batches of its own."""
-    sampler = Counting(5)
-    source = as_async_source(sampler)
-    assert source is not None
-    assert (source.sampler, source.share.batch_size) == (sampler, None)
 
 
 def test_plain_samplers_are_torchs_business() -> None:

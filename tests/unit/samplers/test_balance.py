@@ -14,13 +14,6 @@ from hypothesis import strategies as st
 from asyncloader import Balance
 from asyncloader.samplers.balance import deal
 
-DRAW = np.random.default_rng(0)
-LENGTHS = {
-    "how-to": DRAW.lognormal(4, 0.8, 64 * 64 * 5).astype(int).clip(1, 500),
-    "benchmark": DRAW.lognormal(5, 0.9, 64 * 64 * 5).astype(int).clip(16, 2048),
-    "uniform": DRAW.integers(1, 513, 64 * 64 * 5),
-}
-
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[int], int]:
@@ -72,18 +65,6 @@ def test_the_division_is_near_the_best(case: tuple[list[int], int]) -> None:
     costs, ranks = case
     largest = max(sum(costs[each] for each in offsets) for offsets in deal(np.array(costs), ranks).tolist())
     assert largest <= best(costs, ranks) * 7 / 6
-
-
-@pytest.mark.parametrize("ranks", [2, 8, 64])
-@pytest.mark.parametrize("name", LENGTHS)
-def test_real_lengths_are_balanced(name: str, ranks: int) -> None:
-    """With 64 samples a rank the largest sum is at most 1.02 of the mean; in the order of the batch it is above 1.1."""
-    costs = LENGTHS[name][: 5 * 64 * ranks].astype(np.int64).reshape(5, -1) ** 2
-    for batch in costs:
-        sums = batch[deal(batch, ranks)].sum(axis=1)
-        assert sums.max() <= 1.02 * sums.mean()
-    before = costs.reshape(5, ranks, 64).sum(axis=2)
-    assert (before.max(axis=1) / before.mean(axis=1)).mean() > 1.02
 
 
 def test_divisions_are_for_ever() -> None:

@@ -85,19 +85,6 @@ def test_samples_of_one_length_stay_in_the_shuffled_order() -> None:
     assert plan._window(0).indices.tolist() == expected
 
 
-def test_places_beyond_the_end() -> None:
-    """The number of batches is the position after the last batch; there is no position after that."""
-    for limits in (Limits(2), Limits(None, 4)):
-        for drop_last in (False, True):
-            plan = BatchPlan(np.full(9, 2), limits, 4, drop_last=drop_last, seed=1, epoch=0)
-            assert len(plan) == 5 - drop_last
-            found = plan.find(len(plan))
-            assert found is not None
-            window, skipped = found
-            assert window == plan.windows or len(list(plan.batches(window))) == skipped
-            assert plan.find(len(plan) + 1) is None
-
-
 @settings(deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=1, max_size=60),
@@ -137,14 +124,6 @@ def test_the_batches_of_a_step_are_neighbours(
             for window, _ in step:
                 there = [number for at, number in step if at == window]
                 assert there == list(range(counts[window] - len(there), counts[window])) or drop_last
-
-
-def test_a_step_does_not_favour_a_rank() -> None:
-    """The ranks take turns in getting the longest batch of a step."""
-    plan = BatchPlan(np.arange(1, 241), Limits(5), 240, drop_last=False, seed=3, epoch=0, ranks=4)
-    longest = [int(batch.max()) for batch in plan.batches(0)]
-    turns = [int(np.argmax(longest[start : start + 4])) for start in range(0, 48, 4)]
-    assert sorted(turns) == sorted([0, 1, 2, 3] * 3)
 
 
 def test_steps_are_the_same_in_every_version() -> None:

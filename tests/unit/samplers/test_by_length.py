@@ -74,19 +74,6 @@ def test_batches_are_a_function_of_seed_and_epoch(make: Callable[..., AnySampler
 
 
 @BOTH
-def test_an_iterator_stays_in_its_epoch(make: Callable[..., AnySampler]) -> None:
-    """`set_epoch` and other iterators do not affect an iterator that has begun."""
-    sampler = make(some_lengths(500))
-    expected = list(sampler)
-    begun = iter(sampler)
-    got = [next(begun)]
-    sampler.set_epoch(5)
-    assert list(sampler) != expected
-    got += begun
-    assert got == expected
-
-
-@BOTH
 def test_unshuffled(make: Callable[..., AnySampler]) -> None:
     """Without a shuffle, every epoch takes the windows in the dataset's order."""
     sampler = make(some_lengths(1000), shuffle=False, window=200)
@@ -97,17 +84,6 @@ def test_unshuffled(make: Callable[..., AnySampler]) -> None:
     assert [sorted(order[first : first + 200]) for first in range(0, 1000, 200)] == [
         list(range(first, first + 200)) for first in range(0, 1000, 200)
     ]
-
-
-@BOTH
-def test_later_changes_of_the_lengths_change_nothing(make: Callable[..., AnySampler]) -> None:
-    """The lengths are copied, into the smallest integer type."""
-    lengths = some_lengths(1000)
-    sampler = make(lengths)
-    expected = list(sampler)
-    lengths[:] = 1
-    assert list(sampler) == expected
-    assert sampler._lengths.nbytes == 2 * 1000
 
 
 @BOTH
@@ -122,23 +98,6 @@ def test_samples_of_a_batch_are_alike_and_batches_are_not(make: Callable[..., An
         assert all((np.diff(lengths[batch]) <= 0).all() for batch in batches)
     else:
         assert np.mean([lengths[batch].std() for batch in batches]) > 0.5 * lengths.std()
-
-
-@pytest.mark.thorough
-@BOTH
-def test_samples_of_every_length_are_dropped_now_and_then(make: Callable[..., AnySampler]) -> None:
-    """Each quarter of the lengths has its part in the samples that `drop_last` leaves out over many epochs.
-
-    This holds also with a single window, whose greedy cut would always leave over the shortest samples.
-    """
-    lengths = some_lengths(205, seed=3)
-    sampler = make(lengths, drop_last=True, window=1000)
-    left_out: list[int] = []
-    for epoch in range(400):
-        sampler.set_epoch(epoch)
-        left_out += [int(lengths[index]) for index in set(range(205)) - set(joined(sampler))]
-    quarters = np.bincount(np.searchsorted(np.quantile(lengths, [0.25, 0.5, 0.75]), left_out), minlength=4)
-    assert (quarters / len(left_out) > 0.1).all()
 
 
 @BOTH
@@ -158,14 +117,6 @@ def test_they_are_samplers_of_torch(make: Callable[..., AnySampler]) -> None:
     with DataLoader[Any](data, batch_sampler=sampler, num_workers=2) as loader:
         assert len(loader) == len(expected)
         assert [batch.tolist() for batch in loader] == expected
-
-
-@BOTH
-def test_no_samples(make: Callable[..., AnySampler]) -> None:
-    """An empty dataset has no batches."""
-    sampler = make([])
-    assert list(sampler) == []
-    assert len(sampler) == 0
 
 
 @BOTH
@@ -248,26 +199,3 @@ def test_buckets_pad_little() -> None:
     order = np.random.default_rng(0).permutation(20_000).reshape(-1, 16)
     waste, random_waste = (padded(lengths, each) - int(lengths.sum()) for each in (batches, order.tolist()))
     assert waste < random_waste / 10
-
-
-def test_buckets_find_any_batch_at_once() -> None:
-    """The middle of ten million samples is found as fast as the beginning: only its own window is computed."""
-    sampler = BucketBatchSampler(np.ones(10**7, np.uint8), 8, seed=1)
-    tracemalloc.start()
-    try:
-        batch = next(sampler.iter_from(10**6))
-        assert len(sampler) == 1_250_000
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    assert len(set(batch)) == 8
-
-
-def test_bucket_sizes() -> None:
-    """The window is rounded up to whole batches, so only the last batch of the epoch can be smaller."""
-    assert BucketBatchSampler([1] * 99, 8, 0, window=20).window == 24
-    assert BucketBatchSampler([1] * 99, 8, 0).window == 800
-    with pytest.raises(ValueError, match="batch_size should be positive, but got batch_size=0"):
-        BucketBatchSampler([1], 0, 0)
-    with pytest.raises(TypeError, match=r"batch_size should be an integer, but got batch_size=2\.5"):
-        BucketBatchSampler([1], 2.5, 0)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

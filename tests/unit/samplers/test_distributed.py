@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import SequentialSampler
 
 from asyncloader.events import PositionedIndex
 from asyncloader.ranks.topology import Topology
-from asyncloader.samplers.distributed import BATCH_STRIDE, OnUneven, RankView, SeekableSampler, Share, Tail, tail_of
+from asyncloader.samplers.distributed import BATCH_STRIDE, OnUneven, RankView, Share, Tail, tail_of
 from asyncloader.samplers.seeded import SeededSampler
 
-RULES: tuple[OnUneven, ...] = get_args(OnUneven)
 EVEN: tuple[OnUneven, ...] = ("drop", "pad", "repeat")
 
 
@@ -122,18 +120,6 @@ def test_seeded_orders_are_shared_out_like_any_other(size: int, batch_size: int,
         assert (computed.cutter.dropped, computed.cutter.repeated) == (plain.cutter.dropped, plain.cutter.repeated)
 
 
-def test_seeded_orders_of_several_blocks() -> None:
-    """The blocks of computed steps join without a seam, at any first step, also with batches larger than a block."""
-    sampler = SeededSampler(range(30_001), seed=5)
-    order = list(sampler)
-    for batch_size in (1, 3, 5000):
-        view = RankView(sampler, share(batch_size, 2, 1, "pad"))
-        plain = RankView(order, share(batch_size, 2, 1, "pad"))
-        whole = steps(plain)
-        for first in {0, 1, len(whole) // 2, len(whole) - 1, len(whole)}:
-            assert [*view.iter_from(first)] == whole[first:]
-
-
 @given(sizes, st.one_of(st.none(), batches), worlds, st.sampled_from(EVEN), kinds, st.data())
 def test_iteration_goes_on_at_any_step(
     size: int, batch_size: int | None, ranks: int, rule: OnUneven, kind: str, data: st.DataObject
@@ -178,14 +164,6 @@ def test_positions_are_unique_where_the_sampler_shards(of_batches: bool) -> None
     assert len(set(found)) == 12
 
 
-def test_single_indices() -> None:
-    """Without batches, the ranks get single indices in turn."""
-    assert [steps(view) for view in views(["a", "b", "c", "d"], None, 2, "drop")] == [
-        [PositionedIndex(0, "a"), PositionedIndex(2, "c")],
-        [PositionedIndex(1, "b"), PositionedIndex(3, "d")],
-    ]
-
-
 def test_whole_batches_are_dealt_out() -> None:
     """With a user's batch sampler, rank r gets the batches ``step * world_size + r``, of any length."""
     items = [[0], [1, 2], [3, 4, 5], [], [6]]
@@ -212,25 +190,6 @@ TAILS: dict[tuple[OnUneven, int], Tail] = {
 def test_tail_by_rule(rule: OnUneven, left: int) -> None:
     """The last samples of three ranks with batches of four, by rule."""
     assert tail_of(left, share(4, 3, 0, rule)) == TAILS[rule, left]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_drop_last_goes_before_the_rule(rule: OnUneven) -> None:
-    """With drop_last the incomplete step is left out, whatever the rule; "error" then has nothing to refuse."""
-    assert tail_of(7, share(4, 3, 0, rule, drop_last=True)) == Tail(0, 7, 0)
-    assert [len(placed.index) for placed in steps(RankView(range(31), share(4, 3, 2, rule, drop_last=True)))] == [4, 4]
-
-
-@given(st.integers(1, 59), st.integers(1, 6), st.integers(1, 10), st.sampled_from(EVEN))
-def test_tail_counts_balance(left: int, ranks: int, batch_size: int, rule: OnUneven) -> None:
-    """The samples given are those left, minus the dropped, plus the repeated."""
-    left %= ranks * batch_size
-    tail = tail_of(left, share(batch_size, ranks, 0, rule))
-    assert tail.each * ranks == left - tail.dropped + tail.repeated
-    assert min(tail) >= 0
-    assert not (tail.dropped and tail.repeated)
-    assert tail.dropped < ranks
-    assert tail.each <= batch_size
 
 
 def test_error_rule_names_what_is_left() -> None:
@@ -268,16 +227,6 @@ def test_padding_says_which_samples_are_there_for_evenness(
     assert padded == tail_of(size % (batch_size * ranks), share(batch_size, ranks, 0, rule)).repeated
 
 
-def test_seekable_samplers_produce_nothing_in_vain() -> None:
-    """A sampler that seeks gives no item before the first step; a position beyond a short end is no error."""
-    sampler = Seekable(list(range(10)))
-    assert isinstance(sampler, SeekableSampler)
-    view = RankView(sampler, share(2, 2, 1, "pad"))
-    assert [*view.iter_from(2)] == [PositionedIndex(10, [8, 9])]
-    assert sampler.produced == 2
-    assert [*view.iter_from(3)] == []
-
-
 def test_found_items_are_taken_as_they_come() -> None:
     """Items that begin at a position found by the caller are cut from there, and numbered from that position."""
     view = RankView([], share(2, 2, 1, "repeat"))
@@ -295,17 +244,6 @@ def test_sampler_without_a_length() -> None:
     assert view.tail() == Tail(0, 0, 0)
     steps(view)
     assert view.tail()[1:] == (0, 1)
-
-
-def test_one_view_many_epochs() -> None:
-    """Each iteration reads the sampler again, in its present epoch."""
-    sampler = SeededSampler(range(12), seed=1)
-    view = RankView(sampler, share(2, 2, 0))
-    first = steps(view)
-    assert steps(view) == first
-    sampler.set_epoch(1)
-    assert steps(view) != first
-    assert steps(RankView(SequentialSampler(range(3)), share(1))) == [PositionedIndex(i, [i]) for i in range(3)]
 
 
 def test_an_iterator_keeps_its_epoch() -> None:

@@ -19,12 +19,10 @@ from tests.unit.samplers.stream_samplers import (
     WRAPPERS,
     Eager,
     Plain,
-    Stateful,
     after,
     batched,
     numbered,
     own_generator,
-    seeded,
     shared,
     stream,
 )
@@ -46,18 +44,6 @@ def test_iteration_goes_on_at_any_step(kind: str, wrapper: str) -> None:
         resumed = stream(wrap(make()), **after(steps, running))
         rest = numbered(resumed)
         assert rest == list(enumerate(whole))[steps:]
-
-
-def test_eager_batch_samplers_go_on_too() -> None:
-    """An order that is drawn by ``iter(batch_sampler)`` itself is repeated, too."""
-    torch.manual_seed(1)
-    whole = [*stream(Eager(3))]
-    torch.manual_seed(1)
-    running = stream(Eager(3))
-    for _ in range(4):
-        running.pull()
-    torch.manual_seed(2)
-    assert [*stream(Eager(3), **after(3, running))] == whole[3:]
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -118,23 +104,6 @@ def test_before_the_first_index_the_epoch_is_known() -> None:
     assert [*stream(batched(own_generator()), **kept)] == [*running]
 
 
-def test_before_the_first_index_an_order_that_iter_drew_is_known() -> None:
-    """So does one of a sampler that has drawn already, when the iterator was made."""
-    torch.manual_seed(1)
-    running = stream(Eager(3))
-    kept = after(0, running)
-    torch.manual_seed(2)
-    assert [*stream(Eager(3), **kept)] == [*running]
-
-
-def test_nothing_is_kept_where_nothing_was_drawn() -> None:
-    """An order that needs no random numbers leaves no generator in the state."""
-    for sampler in (SequentialSampler(range(SIZE)), seeded(), Stateful(), Plain()):
-        running = stream(batched(sampler))
-        running.pull()
-        assert running.generators is None
-
-
 def test_indices_are_read_and_dropped_once_and_late() -> None:
     """No index is read before the first pull; then the indices before the position are read once."""
     sampler = Plain()
@@ -155,14 +124,6 @@ def test_steps_delivered_out_of_order_are_left_out(kind: str) -> None:
         running.pull()
     resumed = stream(batched(SAMPLERS[kind]()), beyond=frozenset({3, 5}), **after(2, running))
     assert [resumed.pull() for _ in range(3)] == [(2, whole[2]), (4, whole[4]), (6, whole[6])]
-
-
-def test_last_step_delivered_out_of_order() -> None:
-    """A last step that was delivered before is not given again."""
-    resumed = stream(batched(Plain()), step=6, beyond=frozenset({7}))
-    assert resumed.pull() == (6, [18, 19, 20])
-    with pytest.raises(StopIteration):
-        resumed.pull()
 
 
 def test_an_error_of_the_sampler_is_its_own() -> None:
@@ -187,15 +148,6 @@ def test_a_generator_that_is_missing_is_refused() -> None:
     running.pull()
     with pytest.raises(StateError, match="pass generator= as before"):
         stream(batched(RandomSampler(range(SIZE))), **after(1, running)).pull()
-
-
-def test_an_iterator_keeps_its_epoch() -> None:
-    """In seeded mode the epoch is that of the moment at which the stream was made."""
-    sampler = seeded()
-    expected = [*stream(shared(sampler))]
-    running = stream(shared(sampler))
-    sampler.set_epoch(3)
-    assert [*running] == expected
 
 
 def test_base_sampler_is_the_users_part() -> None:

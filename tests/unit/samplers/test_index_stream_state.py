@@ -14,9 +14,7 @@ from asyncloader.samplers.index_stream import StateLog
 from tests.unit.samplers.stream_samplers import (
     SIZE,
     WRAPPERS,
-    Needy,
     Stateful,
-    StatefulIterators,
     after,
     batched,
     stream,
@@ -72,17 +70,6 @@ def test_a_stateful_sampler_reads_nothing_again(wrapper: str) -> None:
     assert sampler.read == SIZE - {"alone": 3, "batches": 9, "rank": 12}[wrapper]
 
 
-def test_a_saved_state_stays_as_it_was() -> None:
-    """States are copies: a sampler that goes on changes neither the taken state nor the loaded state."""
-    running = stream(batched(StatefulIterators()))
-    for _ in range(5):
-        running.pull()
-    kept = after(2, running)
-    assert kept["saved"] == {"at": 2, "ended": False, "sampler": None, "iterator": {"next": 6}}
-    list(stream(batched(StatefulIterators()), **kept))
-    assert kept["saved"] == {"at": 2, "ended": False, "sampler": None, "iterator": {"next": 6}}
-
-
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 def test_between_snapshots_indices_are_read_and_dropped(every: int) -> None:
     """With states taken every few steps, the last state before the position is used; the rest is read and dropped."""
@@ -108,20 +95,6 @@ def test_a_later_epoch_is_resumed_as_that_epoch(wrapper: str, every: int) -> Non
         running.pull()
     for steps in (0, 2):
         assert [*stream(wrap(Stateful()), **after(steps, running, every))] == expected[steps:]
-
-
-def test_resumed_twice() -> None:
-    """The states of a resumed stream can be resumed from like those of the first."""
-    whole = [*stream(batched(Stateful()))]
-    first = stream(batched(Stateful()))
-    for _ in range(4):
-        first.pull()
-    second = stream(batched(Stateful()), **after(3, first))
-    assert after(3, second) == after(3, first)  # not begun yet
-    for _ in range(3):
-        second.pull()
-    assert [*stream(batched(Stateful()), **after(3, second))] == whole[3:]
-    assert [*stream(batched(Stateful()), **after(5, second))] == whole[5:]
 
 
 def test_state_log_keeps_what_delivery_may_still_want() -> None:
@@ -158,11 +131,6 @@ def test_state_log_begins_with_what_was_loaded() -> None:
         assert log.note(5, Stateful())
         assert log.at(5) == loaded
         assert log.at(3) is None
-
-
-def test_state_log_says_when_there_is_no_state_to_be_had() -> None:
-    """A `state_dict` that fails is no error of the iteration: `note` returns False."""
-    assert not StateLog(1, None).note(1, Needy())
 
 
 class Ordered:

@@ -9,7 +9,6 @@ from collections import Counter
 from fractions import Fraction
 from typing import Any, Literal
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -163,14 +162,6 @@ def test_repeat() -> None:
     assert len(MixtureSampler([range(10), range(5)], [0, 1], 0)) == 5
 
 
-def test_numbers_of_numpy() -> None:
-    """A number of samples and a position that were computed by numpy give the same order as Python's."""
-    sampler, expected = sampler_of_two(num_samples=np.int64(9)), list(sampler_of_two(num_samples=9))
-    assert list(sampler) == expected
-    start: Any = np.int64(4)
-    assert list(sampler.iter_from(start)) == expected[4:]
-
-
 def test_repeat_far_away() -> None:
     """The last epoch, in the middle of datasets of 10**15 samples, is found as fast as the first."""
     sampler = MixtureSampler([Rows(10**15), Rows(7), Rows(10**15)], [0.6, 0.3, 0.1], seed=1, num_samples=10**15)
@@ -218,13 +209,6 @@ def test_drop_gives_every_sample_once(sampler: MixtureSampler) -> None:
             counts, number = [0] * len(left), 0
 
 
-def test_drop_leaves_out_empty_datasets() -> None:
-    """Empty datasets are used up from the beginning."""
-    sampler = MixtureSampler([[], range(4), []], [1, 1, 1], seed=0, on_exhausted="drop")
-    assert sorted(sampler) == [0, 1, 2, 3]
-    assert list(MixtureSampler([[], []], [1, 1], seed=0, on_exhausted="drop")) == []
-
-
 # ------------------------------------------------------------------------------------------------ in loaders; options
 
 
@@ -263,9 +247,3 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"datasets": [range(4), range(5)], "weights": [1, 2], "seed": 0, **options}
     with pytest.raises(ValueError, match=message):
         MixtureSampler(**arguments)
-
-
-def test_epoch_out_of_range() -> None:
-    """Epoch numbers have at most 64 bits."""
-    with pytest.raises(ValueError, match=f"epoch={2**64}"):
-        sampler_of_two().set_epoch(2**64)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -103,15 +102,6 @@ def test_a_plain_permutation_is_that_of_shuffle() -> None:
     assert [int(index) for batch in shuffled for index in batch] == epochs_of("shuffled", 0, 1)[0]
 
 
-def test_a_batch_sampler_of_torch_is_as_its_sampler() -> None:
-    """The order is that of its sampler, cut into batches."""
-    batches = BatchSampler(SAMPLERS["weighted"](), 4, drop_last=False)
-    loader = DataLoader[Any](DATASET, batch_sampler=batches, seed=5)
-    disturb(3)
-    assert [int(index) for batch in loader for index in batch] == epochs_of("weighted", 0, 1)[0]
-    assert type(batches.sampler) is WeightedRandomSampler
-
-
 class Mine(RandomSampler):
     """A class of the user's, which may draw as it likes."""
 
@@ -134,15 +124,6 @@ def test_what_is_left_alone() -> None:
         assert with_seeded_draws(made, 7).sampler is sampler
         with pytest.raises(ValueError, match="start should be between 0 and"):
             made.iter_from(1000)
-
-
-def test_clones_take_their_own_seed() -> None:
-    """A clone with another seed has another order: that of a loader made with that seed."""
-    first = DataLoader[Any](DATASET, batch_size=4, sampler=SAMPLERS["weighted"](), seed=5)
-    other = first.clone(seed=6)
-    fresh = DataLoader[Any](DATASET, batch_size=4, sampler=SAMPLERS["weighted"](), seed=6)
-    orders = [[int(index) for batch in loader for index in batch] for loader in (first, other, fresh)]
-    assert orders[0] != orders[1] == orders[2]
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

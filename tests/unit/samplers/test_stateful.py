@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -75,20 +74,6 @@ class TestRandom:
             assert len(set(part)) == len(part)
             assert set(part) <= set(range(size))
 
-    def test_with_replacement(self) -> None:
-        """Far more draws than indices, all of them in range and Python integers."""
-        order = list(make(3, replacement=True, num_samples=1000))
-        assert set(order) == {0, 1, 2}
-        assert all(type(index) is int for index in order)
-
-    def test_blocks_with_replacement(self) -> None:
-        """Blocks of 32 are drawn, as torchdata draws them; the last block of an epoch is used up."""
-        generator = torch.Generator().manual_seed(8)
-        blocks = [torch.randint(9, (32,), generator=generator).tolist() for _ in range(4)]
-        sampler = StatefulRandomSampler(range(9), True, 40, torch.Generator().manual_seed(8))
-        assert list(sampler) == blocks[0] + blocks[1][:8]
-        assert list(sampler) == blocks[2] + blocks[3][:8]
-
     def test_draws_from_the_global_generator(self) -> None:
         """One number is drawn when the sampler is made; none in epochs, states and loading."""
         torch.manual_seed(3)
@@ -112,20 +97,6 @@ class TestRandom:
         sampler = StatefulRandomSampler(range(20), generator=generator)
         assert list(sampler) == expected
         assert sampler.generator is generator
-
-    def test_users_generator_draws_nothing_else(self) -> None:
-        """With `generator=` not even that number is drawn from the global generator."""
-        before = torch.get_rng_state()
-        StatefulRandomSampler(range(4), generator=torch.Generator())
-        assert torch.equal(torch.get_rng_state(), before)
-
-    def test_an_abandoned_iterator_uses_up_one_permutation(self) -> None:
-        """``iter()`` draws the first block, so an iterator that is never read uses up a permutation, too."""
-        first, second, third = [list(epoch) for epoch in itertools.repeat(make(), 3)]
-        sampler = make()
-        assert next(iter(sampler)) == first[0]
-        iter(sampler)
-        assert list(sampler) == third != second
 
     def test_state_is_plain_small_and_detached(self) -> None:
         """The state survives JSON and weights-only pickles, does not change in later steps, and has a constant size."""
@@ -203,14 +174,6 @@ class TestRandom:
             with pytest.raises(ValueError, match="should be a dictionary, but is"):
                 iterator.load_state_dict(junk)
 
-    def test_unknown_entries_are_ignored(self) -> None:
-        """A framework may have added entries to the state."""
-        iterator = iter(make())
-        head = read(iterator, 4)
-        resumed = iter(make(seed=6))
-        resumed.load_state_dict({**iterator.state_dict(), "added": 1})
-        assert head + list(resumed) == list(make())
-
     def test_arguments(self) -> None:
         """The arguments and errors are torch's, and so is the class."""
         assert isinstance(make(), RandomSampler)
@@ -220,25 +183,6 @@ class TestRandom:
             StatefulRandomSampler(range(3), replacement=junk)
         with pytest.raises(ValueError, match="num_samples should be a positive integer value, but got num_samples=0"):
             StatefulRandomSampler([])
-
-    def test_length_is_read_when_an_epoch_begins(self) -> None:
-        """A dataset may grow and shrink between epochs; an empty dataset has no samples to draw."""
-        data = [0, 1]
-        sampler = StatefulRandomSampler(data)
-        data.append(2)
-        assert sorted(sampler) == [0, 1, 2]
-        counted = StatefulRandomSampler(data, num_samples=4)
-        data.clear()
-        assert list(sampler) == []
-        with pytest.raises(ValueError, match="cannot draw 4 samples from an empty dataset"):
-            iter(counted)
-
-    def test_pickled(self) -> None:
-        """A copy goes on with the generator's state as it was."""
-        sampler = make()
-        list(sampler)
-        copy = pickle.loads(pickle.dumps(sampler))
-        assert [list(copy) for _ in range(2)] == [list(sampler) for _ in range(2)]
 
     @pytest.mark.parametrize("num_workers", [0, 2])
     def test_in_the_loader(self, num_workers: int) -> None:
@@ -321,14 +265,6 @@ class TestDistributed:
         sampler.load_state_dict(state)
         iter(sampler)
         assert list(sampler) == whole
-
-    def test_state_of_a_new_iterator(self) -> None:
-        """The state is at 0 from ``iter()`` on, not where the pass before it ended."""
-        sampler = StatefulDistributedSampler(range(6), 2, 0)
-        list(sampler)
-        assert sampler.state_dict() == {"yielded": 3}
-        iter(sampler)
-        assert sampler.state_dict() == {"yielded": 0}
 
     def test_epoch_may_be_set_until_the_first_index(self) -> None:
         """Frameworks call ``iter()`` first and `set_epoch` then."""

@@ -31,14 +31,6 @@ def test_budgets_hold_every_sample_once_and_are_kept(sampler: TokenBudgetBatchSa
     assert len(whole) - len(batches) in (0, 1)
 
 
-def test_the_last_batch_is_dropped_if_it_could_be_fuller() -> None:
-    """The last batch is dropped if one more sample like its longest fits: one of ten samples in batches of three."""
-    for size, kept in ((9, 3), (10, 3), (11, 3), (12, 4)):
-        assert len(TokenBudgetBatchSampler([10] * size, 30, 0, drop_last=True)) == kept
-        assert len(TokenBudgetBatchSampler([10] * size, 39, 0, drop_last=True, padding=False)) == kept
-        assert len(TokenBudgetBatchSampler([10] * size, 99, 0, drop_last=True, max_batch_size=3)) == kept
-
-
 def test_padding_and_its_multiple_are_counted() -> None:
     """Five samples of 3: 15 tokens; padded to multiples of 4, 20; beside a sample of 7, 7 each, unless only summed."""
 
@@ -62,14 +54,6 @@ def test_budgets_pad_little_and_are_filled() -> None:
     assert padded(lengths, at_random) > 2 * int(lengths.sum())
 
 
-def test_larger_windows_are_filled_better() -> None:
-    """A window has one batch that could be fuller, which counts less in a larger window."""
-    lengths = some_lengths(20_000)
-    numbers = [len(TokenBudgetBatchSampler(lengths, 4000, seed=1, window=window)) for window in (100, 1000, 20_000)]
-    assert numbers == sorted(numbers, reverse=True)
-    assert numbers[0] > 1.1 * numbers[-1]
-
-
 def test_samples_that_are_too_long() -> None:
     """Samples above the budget raise an error that names the first of them, or are left out and counted."""
     lengths = [5, 9, 3, 12, 8]
@@ -91,10 +75,3 @@ def test_budget_options_out_of_range() -> None:
             TokenBudgetBatchSampler([1], **{"max_tokens": 8, "seed": 0, name: 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got on_too_long='cut'"):
         TokenBudgetBatchSampler([1], 8, 0, on_too_long="cut")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-
-
-def test_default_window() -> None:
-    """The default window holds about a hundred batches, by the mean length or the largest batch size."""
-    assert TokenBudgetBatchSampler([10] * 50, 80, 0).window == 800
-    assert TokenBudgetBatchSampler([10] * 50, 80, 0, max_batch_size=3).window == 300
-    assert len(TokenBudgetBatchSampler([1] * 50, 2**63, 0)) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler, SequentialSampler
+from torch.utils.data import DistributedSampler
 
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.state.epoch_counter import EpochClock
@@ -31,18 +31,6 @@ def clock(*samplers: Any, dataset: Any = (), seeded: bool = True) -> EpochClock:
     return EpochClock(list(samplers), dataset, seeded=seeded)
 
 
-@pytest.mark.parametrize("seeded", [False, True])
-def test_epochs_count_from_zero(seeded: bool) -> None:
-    """A completed epoch is followed by the next number; an abandoned epoch is repeated."""
-    c = clock(None, SequentialSampler(range(3)), seeded=seeded)
-    assert c.value == 0
-    c.begin()
-    assert c.value == 0
-    for epoch in range(3):
-        c.completed(epoch)
-        assert c.value == epoch + 1
-
-
 @pytest.mark.parametrize("make", [distributed, lambda: SeededSampler(range(8), 1)])
 def test_the_number_lives_in_the_sampler(make: Any) -> None:
     """Setting the sampler's epoch and setting the loader's epoch have equal effects."""
@@ -54,16 +42,6 @@ def test_the_number_lives_in_the_sampler(make: Any) -> None:
     assert sampler.epoch == 7
     c.completed(7)
     assert (c.value, sampler.epoch) == (8, 8)
-
-
-def test_all_that_hear_of_epochs_are_told() -> None:
-    """`set_epoch` is called on samplers, batch samplers and the dataset; in seeded mode also when an epoch begins."""
-    sampler, batch_sampler, dataset = Told(), Told(), Told()
-    c = clock(sampler, batch_sampler, dataset=dataset)
-    c.set(3)
-    c.begin()
-    c.completed(3)
-    assert sampler.heard == batch_sampler.heard == dataset.heard == [3, 3, 4]
 
 
 def test_a_sampler_that_was_set_by_hand_carries_the_others_along() -> None:
@@ -84,24 +62,6 @@ def test_torch_mode_leaves_samplers_and_datasets_to_the_user() -> None:
     assert (c.value, sampler.epoch, dataset.heard) == (0, 0, [])
     c.set(2)
     assert (sampler.epoch, dataset.heard) == (2, [2])
-
-
-def test_completion_counts_once() -> None:
-    """An epoch that is reported as completed twice counts once."""
-    c = clock()
-    c.completed(0)
-    c.completed(0)
-    assert c.value == 1
-
-
-def test_what_was_set_meanwhile_stays() -> None:
-    """The end of an older epoch does not override an epoch that the user has set since it began."""
-    for other in (0, 7):
-        c = clock(SeededSampler(range(3), 1))
-        c.set(3)
-        c.set(other)
-        c.completed(3)
-        assert c.value == other
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -160,25 +120,6 @@ def test_epochs_are_integers(epoch: Any) -> None:
     """Another type is a TypeError that names the value."""
     with pytest.raises(TypeError, match=f"epoch={epoch!r}"):
         clock().set(epoch)
-
-
-def test_epochs_are_not_negative() -> None:
-    """The error names the value, and nothing was set."""
-    sampler = SeededSampler(range(3), 1)
-    c = clock(sampler)
-    with pytest.raises(ValueError, match="epoch=-1"):
-        c.set(-1)
-    assert (c.value, sampler.epoch) == (0, 0)
-
-
-def test_an_epoch_that_a_sampler_refuses_is_not_set() -> None:
-    """If a sampler or the dataset refuses an epoch, the loader's own epoch does not change either."""
-    c = clock(SeededSampler(range(3), 1))
-    bare = clock(Refusing())
-    for one in (c, bare):
-        with pytest.raises(ValueError, match="epoch"):
-            one.set(1 << 64)
-        assert one.value == 0
 
 
 class Refusing:

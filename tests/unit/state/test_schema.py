@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.errors import LoaderError, StateError
+from asyncloader.errors import StateError
 from asyncloader.state.schema import (
     EXPECTED,
     VERSION,
@@ -84,17 +84,6 @@ def state(**changes: Any) -> dict[str, Any]:
 
 def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in state().items() if key != name}
-
-
-def test_a_valid_state_passes_as_a_copy() -> None:
-    """The checked state is equal to the given state and shares no object with it."""
-    given_state = state()
-    checked = check_state(given_state)
-    assert checked == {**given_state, "cut": False}
-    checked["beyond"].append(11)
-    checked["workers"]["given"].append(1)
-    checked["sampler"]["sampler"]["n"] = 2
-    assert given_state == state()
 
 
 @pytest.mark.parametrize(
@@ -169,30 +158,6 @@ def test_a_truncated_state_names_what_is_missing(name: str) -> None:
         check_state(without(name))
 
 
-@pytest.mark.parametrize("name", ["at", "ended", "sampler", "iterator"])
-def test_a_truncated_sampler_state(name: str) -> None:
-    """Each key of the sampler's state is needed, too."""
-    part = {key: value for key, value in state()["sampler"].items() if key != name}
-    with pytest.raises(StateError, match=f"'sampler' is incomplete: '{name}' missing"):
-        check_state(state(sampler=part))
-
-
-@pytest.mark.parametrize("name", workers())
-def test_a_truncated_workers_part(name: str) -> None:
-    """Each key of the workers' part is needed, too."""
-    part = {key: value for key, value in workers().items() if key != name}
-    with pytest.raises(StateError, match=f"'workers' is incomplete: '{name}' missing"):
-        check_state(state(workers=part))
-
-
-@pytest.mark.parametrize("name", cursor())
-def test_a_truncated_cursor(name: str) -> None:
-    """Each key of a cursor is needed, too."""
-    part = {key: value for key, value in cursor().items() if key != name}
-    with pytest.raises(StateError, match=f"a cursor of the state is incomplete: '{name}' missing"):
-        check_state(state(workers=workers(cursors=[part, None])))
-
-
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "seed": (state(seed="7"), "seed is '7'"),
     "drop_last": (state(drop_last=0), "drop_last is 0"),
@@ -237,12 +202,6 @@ def test_a_broken_state_names_what_is_wrong(what: str) -> None:
     given_state, words = BROKEN[what]
     with pytest.raises(StateError, match=words):
         check_state(given_state)
-
-
-def test_state_errors_are_value_errors() -> None:
-    """`StateError` can be caught as the loader's own error and as a ValueError."""
-    assert issubclass(StateError, LoaderError)
-    assert issubclass(StateError, ValueError)
 
 
 # ------------------------------------------------------------------------------------------- mutations
@@ -321,11 +280,6 @@ def test_mutations_are_refused_or_valid(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------ comparing
 
 
-def test_a_state_of_the_same_loader_is_accepted() -> None:
-    """The expected keys must agree; epochs and positions may be any."""
-    compare(state(), {name: state()[name] for name in EXPECTED}, 4)
-
-
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_mismatch_names_both_values(name: str) -> None:
     """If the length, seed, order or another expected value differs, the error has the saved and the present value."""
@@ -364,14 +318,6 @@ def test_a_state_without_its_number_of_ranks() -> None:
     for broken in (0, -1, True, "4"):
         with pytest.raises(StateError, match="broken: world_size="):
             check_state(state(world_size=broken))
-
-
-@pytest.mark.parametrize(("saved", "here"), [(8, None), (None, 8)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_batches_of_ours_against_batches_of_the_user(saved: int | None, here: int | None, ranks: int) -> None:
-    """A batch size in the state and a batch sampler in the loader, or the reverse, is a mismatch like any other."""
-    with pytest.raises(StateError, match=f"{saved}.*{here}"):
-        compare(state(batch_size=saved), {**state(), "batch_size": here}, ranks)
 
 
 def test_batch_samplers_want_as_many_ranks() -> None:
@@ -421,11 +367,3 @@ def test_a_position_beyond_the_epochs_end_is_refused() -> None:
         check_length(state(), 9)
     with pytest.raises(StateError, match="5 batches of an epoch were delivered that has 4"):
         check_length(state(beyond=[]), 4)
-
-
-def test_a_state_that_could_not_be_saved_says_why() -> None:
-    """The error has the dataset's own error and the worker's number."""
-    broken = workers(cursors=[None, cursor(problem="TypeError: no pickle")])
-    for stream in (False, True):
-        with pytest.raises(StateError, match="in worker 1: TypeError: no pickle"):
-            check_exact({**broken, "given": [0, 2]}, stream=stream)
