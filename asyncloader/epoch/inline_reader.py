@@ -1,11 +1,13 @@
-"""Makes the dataset's reader of an epoch without workers.
+"""Makes the dataset's reader of an epoch without workers; a dataset's streams are read in turn, as if by workers.
 
 Data path: sampler -> inline: [inline_reader -> reader: fetch -> collate] -> the user.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,14 +16,24 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.epoch.plan import InlineAssignments, worker_setup
+from asyncloader.epoch.stream_turns import StreamTurns
 from asyncloader.epoch.torch_iterator import shared_seed
+from asyncloader.plain_context import plain_context
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.slow_samples import SlowSamples
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
+from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.setup import WorkerSetup, seed_cpu_generators
+from asyncloader.workers.fetch.worker_info import answering_with
+from asyncloader.workers.fetch.worker_init import call_worker_init
 from asyncloader.workers.memory.inline_collate import inline_collate
+from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
+from asyncloader.workers.stream_readers import ContextIdentities, Identify, StreamReaders, copies, infos_of
 
 if TYPE_CHECKING:
     from asyncloader.workers.stream_readers import StreamReaders
@@ -65,8 +77,6 @@ def _read_streams(
     setup: WorkerSetup, dataset: Any, collate: Callable[[Any], Any], progress: Progress, recorder: Recorder
 ) -> StreamReaders:
     """Make the reader of a dataset that says that it has streams."""
-    from asyncloader.epoch.inline_streams import StreamsInTurn  # late: few datasets have streams
-
     threads = make_decode_threads(setup.decode, setup.decode_threads)
     slow = SlowSamples(recorder.slow)
 
@@ -84,3 +94,109 @@ def _read_streams(
     for stream, cursor in enumerate(reader.first_cursors()):
         progress.begun(stream, cursor)
     return reader
+
+
+class StreamsInTurn(StreamReaders):
+    """Reads all streams of a dataset, each time that whose turn it is.
+
+    Args:
+        dataset: the dataset, which stays as it is: each stream has a copy.
+        setup: the loader's options, with a single start that has those of all streams.
+        make: makes the reader of a stream, from its copy and its number.
+        first: the stream whose turn it is first.
+        ends: gets the final cursor of each stream that ends.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        setup: WorkerSetup,
+        make: Callable[[Any, int], DatasetReader],
+        first: int,
+        ends: dict[int, PackedCursor | None],
+    ) -> None:
+        (start,) = setup.starts
+        datasets = copies(dataset, range(len(start.streams)), first_is_own=False)
+        readers = {stream: make(each, stream) for stream, each in datasets.items()}
+        # Between the steps of an awaited stream the user's own code runs, with its generators.
+        of_context = is_async_dataset(dataset)
+        identify: Identify = ContextIdentities(setup, datasets) if of_context else _InlineIdentities(setup, datasets)
+        super().__init__(dataset, readers, identify)
+        self._turns = StreamTurns(len(readers), first)
+        self._ends = ends
+        if setup.worker_init_fn is not None or self.asynchronous:
+            self.initialize(partial(_init, setup.worker_init_fn, awaits=self.asynchronous))
+        self.begin(start)
+
+    def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
+        """Return the next batch of the stream whose turn it is, whatever the index.
+
+        Raises:
+            EndOfData: all streams have ended.
+        """
+        del index
+        while (stream := self._turns.turn) is not None:
+            try:
+                return super().fetch(stream, records)
+            except EndOfData:
+                self._end(stream)
+        raise EndOfData
+
+    async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
+        """Return the next batch of the asynchronous stream whose turn it is. See `fetch`."""
+        del index
+        while (stream := self._turns.turn) is not None:
+            try:
+                return await super().fetch_async(stream, records)
+            except EndOfData:
+                self._end(stream)
+        raise EndOfData
+
+    def taken(self) -> None:
+        """`DatasetReader.taken`, after which the next stream has its turn."""
+        super().taken()
+        self._turns.passed(self.copy)
+
+    def _end(self, stream: int) -> None:
+        self._ends[stream] = self.last_cursor()
+        self._turns.end(stream)
+
+
+def _init(init: Callable[[int], Any] | None, stream: int, *, awaits: bool) -> Any:
+    try:
+        return call_worker_init(init, stream, awaits=awaits)
+    except StopIteration as stop:  # a `for` loop would take it for the end of an empty epoch
+        raise not_the_end(stop, "worker_init_fn") from stop
+
+
+class _InlineIdentities:
+    """Makes the training process that of a stream, for the time of a call: see `StreamIdentities`. Its generators, and
+    what `get_worker_info` returns in other threads, stay the user's.
+    """
+
+    def __init__(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> None:
+        self._base_seed = setup.base_seed
+        self._infos = infos_of(setup, datasets)
+        self._keeps = setup.seeded is None
+        self._states: dict[int, RngState | None] = {}
+
+    def __call__(self, stream: int) -> AbstractContextManager[Any]:
+        # In seeded mode the reader keeps the user's generators itself, and seeds them for each sample.
+        if not self._keeps and stream in self._states:
+            return answering_with(self._infos[stream])
+        return self._exchanged(stream)
+
+    @plain_context
+    def _exchanged(self, stream: int) -> Generator[None]:
+        outside = rng_state()
+        try:
+            state = self._states.get(stream)
+            if state is None:
+                seed_cpu_generators(self._base_seed, stream)
+            else:
+                set_rng_state(state)
+            with answering_with(self._infos[stream]):
+                yield
+        finally:
+            self._states[stream] = rng_state() if self._keeps else None
+            set_rng_state(outside)

@@ -204,7 +204,7 @@ class StateKeeper:
         if isinstance(config.source, PositionSource):
             config.source.ranks = self._ranks(config)
         progress.agreement = self._agreement(spec, config, progress.first_step)
-        if finished is not None:
+        if finished is not None and not config.persistent_workers:
             continue_generator(config, finished)  # before the epoch draws from it
         if config.assigns_shards and progress.saved_assignment is None:
             from asyncloader.remote.assignment_state import new_key  # for streams of shards alone
@@ -218,7 +218,7 @@ class StateKeeper:
             progress.carried = finished["workers"]
             _follow(progress, finished)
             # After `_follow`, which sets the generator, and before the base seed is drawn from it.
-            _keep_generator(progress)
+            _keep_generator(progress, finished)
         return progress
 
     def mark(self) -> Callable[[], None]:
@@ -418,11 +418,15 @@ def _foretell(state: dict[str, Any], prospect: Prospect) -> None:
         state["workers"]["cursors"] = [prospect.cursor._asdict()]
 
 
-def _keep_generator(progress: Progress) -> None:
+def _keep_generator(progress: Progress, finished: dict[str, Any]) -> None:
+    """Keep the state from which persistent workers' next epochs draw: they have their base seed already."""
     config = progress.config
     own = config.generator if config.iterable else own_generator(base_sampler(config.index_sampler))
     if own is not None and config.persistent_workers:
+        before = own.get_state()
+        continue_generator(config, finished)
         progress.generator_then = own, own.get_state()
+        own.set_state(before)  # the base seed is that of the beginning
 
 
 def _samples(index_sampler: Any) -> int | None:

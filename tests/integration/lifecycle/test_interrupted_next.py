@@ -15,7 +15,7 @@ from asyncloader.bridge import Bridge, Call
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer
 from asyncloader.epoch.inline import InlineEpoch
-from asyncloader.epoch.inline_streams import StreamsInTurn
+from asyncloader.epoch.inline_reader import StreamsInTurn
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import TorchIterator
