@@ -80,7 +80,11 @@ def measure(options: argparse.Namespace) -> Figures:
         JobFailed: a measurement failed.
     """
     figures = Figures()
-    common: dict[str, Any] = {"device": options.device, "batch": options.batch, "seconds": 0.5 if options.quick else 3.0}
+    common: dict[str, Any] = {
+        "device": options.device,
+        "batch": options.batch,
+        "seconds": 0.5 if options.quick else 3.0,
+    }
     for number in range(options.rounds):
         loaders = LOADERS if number % 2 == 0 else LOADERS[::-1]
         for dtype in DTYPES:
