@@ -102,7 +102,7 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
 
 
 def _waiting(statistics: Statistics) -> list[str]:
-    from asyncloader.transports.retrying_client import silent_servers
+    from asyncloader.transports.network_client import silent_servers
 
     since = statistics.waiting_since
     lines = [] if since is None else [f"waiting: for a batch, for {perf_counter() - since:.1f} s so far"]

@@ -13,6 +13,7 @@ on first use, so importing this package is cheap.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport
@@ -74,29 +75,18 @@ __all__ = [
 ]
 
 
+# By name, so that a transport's dependencies are imported on first use.
+_MODULES = {
+    "CachedTransport": "cached",
+    "HttpTransport": "http",
+    "HuggingFaceTransport": "hugging_face",
+    "LocalTransport": "local",
+    "MemoryTransport": "memory",
+    "ObjectStoreTransport": "object_store",
+}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "CachedTransport":
-        from asyncloader.transports.cached import CachedTransport
-
-        return CachedTransport
-    if name == "HttpTransport":
-        from asyncloader.transports.http import HttpTransport
-
-        return HttpTransport
-    if name == "HuggingFaceTransport":
-        from asyncloader.transports.hugging_face import HuggingFaceTransport
-
-        return HuggingFaceTransport
-    if name == "LocalTransport":
-        from asyncloader.transports.local import LocalTransport
-
-        return LocalTransport
-    if name == "MemoryTransport":
-        from asyncloader.transports.memory import MemoryTransport
-
-        return MemoryTransport
-    if name == "ObjectStoreTransport":
-        from asyncloader.transports.object_store import ObjectStoreTransport
-
-        return ObjectStoreTransport
+    if name in _MODULES:
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,16 +28,16 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 from asyncloader.telemetry.counters import count, span
-from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, gather_all, overrides
+from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed_error, gather_all, overrides
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
 from asyncloader.transports.errors import RangeOutOfBounds, ReadFailed
-from asyncloader.transports.object_version import ObjectVersion
+from asyncloader.transports.network_client import NetworkClient
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.pinned import PinnedObject
 from asyncloader.transports.retry import RequestFailed
-from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
-    from asyncloader.transports.client_owner import Scope
+    from asyncloader.transports.network_client import Scope
     from asyncloader.transports.retry import Attempts, RetryCounts
 
 SLOW_S = 60.0  # seconds of waiting over which the rate of a response is measured
@@ -51,11 +51,10 @@ _CHANGED = (
 _PROGRESS = 1 << 16  # bytes after which the budget of the retries starts again: `Attempts.progressed`
 _NO_PROGRESS = frozenset({"slow", "changed"})  # failures that would otherwise be retried for ever
 
-_K = TypeVar("_K", bound=RetryingClient[Any])
-_V = TypeVar("_V", bound=ObjectVersion)
+_K = TypeVar("_K", bound=NetworkClient[Any])
 
 
-class Download(ABC, Generic[_K, _V]):
+class Download(ABC, Generic[_K]):
     """Reads one object, or one range of it: `rest` at once, `part` in chunks. If it is left early, `close` must be
     called.
 
@@ -73,7 +72,7 @@ class Download(ABC, Generic[_K, _V]):
     def __init__(
         self, client: _K, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> None:
-        self.version: _V | None = None
+        self.version: Version | None = None
         self._client = client
         self._path = path
         self._start = start
@@ -190,7 +189,7 @@ class Download(ABC, Generic[_K, _V]):
         self._queued_s = 0.0
         while True:
             try:
-                async with self._client.owner.scope() as scope:
+                async with self._client.scope() as scope:
                     return await step(scope)
             except BaseException as error:
                 try:
@@ -223,7 +222,7 @@ class Download(ABC, Generic[_K, _V]):
                 self._restart()
             else:
                 self._client.counts.resume()
-            await self._client.owner.sleep(delay)
+            await self._client.sleep(delay)
 
     async def _wait(self, arriving: Awaitable[bytes], most_s: float) -> bytes:
         """Wait for the next bytes of a response, and measure its rate. A wait counts as `most_s` seconds at most: after
@@ -241,10 +240,12 @@ class Download(ABC, Generic[_K, _V]):
             seconds, nbytes = self._waited_s, self._waited_bytes
             self._waited_s, self._waited_bytes = 0.0, 0
             if nbytes < self._client.min_bytes_per_s * seconds:
-                raise RequestFailed.slow(nbytes, seconds, self._client.min_bytes_per_s)
+                least = self._client.min_bytes_per_s
+                rate = f"{nbytes / seconds:,.1f} bytes per second over {seconds:.0f} s"
+                raise RequestFailed("slow", f"the answer came at {rate}, which is below min_bytes_per_s={least:g}")
         return data
 
-    def _check_version(self, first: int, version: _V) -> None:
+    def _check_version(self, first: int, version: Version) -> None:
         """Check that a response, whose bytes begin at `first`, continues the bytes that were returned so far.
 
         Raises:
@@ -316,7 +317,7 @@ class Download(ABC, Generic[_K, _V]):
         """Wait until a request may be sent; `close` releases the slot. Called within a scope, which has made the
         semaphore that belongs to this loop.
         """
-        slots = self._client.owner.slots
+        slots = self._client.slots
         if slots.locked():
             loop = asyncio.get_running_loop()
             began = loop.time()
@@ -339,7 +340,7 @@ class Download(ABC, Generic[_K, _V]):
 
 
 async def read_blocks(
-    client: RetryingClient[Any], path: str, downloads: Sequence[Download[Any, Any]], requests: int
+    client: NetworkClient[Any], path: str, downloads: Sequence[Download[Any]], requests: int
 ) -> list[bytes]:
     """Read ranges of one object, at most `requests` at the same time; in order.
 
@@ -351,25 +352,19 @@ async def read_blocks(
         return [await download.rest() for download in downloads]
     slots = asyncio.Semaphore(requests)
 
-    async def fetch(download: Download[Any, Any]) -> bytes:
+    async def fetch(download: Download[Any]) -> bytes:
         async with slots:
             return await download.rest()
 
     blocks = await gather_all(fetch(download) for download in downloads)
     # Checked when all answers have come: a download knows only the version of its own answer.
     versions = [download.version for download in downloads if download.version is not None]
-    if not all(versions[0].resembles(each) for each in versions) and not any(map(versions[0].differs, versions)):
-        named = any(each.resembles(each) for each in versions)
-        what = "some answers without the ETag or Last-Modified of others" if named else "neither ETag nor Last-Modified"
+    if any(map(versions[0].differs, versions)):
+        raise changed_error(path)
+    if not all(map(versions[0].resembles, versions)):
         raise ReadFailed(
-            f"{path!r} in {client.where(None)} has {what}, so that parts of it, read by several requests, may be of "
-            "several versions; read it as a whole, or have the server send one of them",
-            path=path,
-        )
-    if any(versions[0].differs(each) for each in versions):
-        raise ReadFailed(
-            f"{path!r} in {client.where(None)} changed between the requests for its parts; read it again, and write "
-            "objects under new names instead of replacing them",
+            f"{path!r} in {client.where(None)} has answers with neither ETag nor Last-Modified, so that parts, read by "
+            "several requests, may be of several versions; read it as a whole, or have the server send one of them",
             path=path,
         )
     return blocks
@@ -393,7 +388,7 @@ class NetworkTransport(Transport, Generic[_K]):
         self._options = options
 
     def __repr__(self) -> str:
-        state = "closed" if self._client.owner.closed else "open"
+        state = "closed" if self._client.closed else "open"
         return f"<{type(self).__name__} {self._client.where(None)!r} requests={self._options['requests']} {state}>"
 
     def __reduce__(self) -> tuple[Callable[..., Self], tuple[str]]:
@@ -429,7 +424,7 @@ class NetworkTransport(Transport, Generic[_K]):
         if start < 0 or length < 0:
             raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
         if not length:
-            self._client.owner.use()
+            self._client.use()
             return b""
         return await self._download(path, start, length).rest()
 
@@ -444,18 +439,16 @@ class NetworkTransport(Transport, Generic[_K]):
 
     async def read_ranges_with_versions(
         self, path: str, ranges: Iterable[tuple[int, int]]
-    ) -> tuple[Sequence[bytes], list[ObjectVersion]]:
+    ) -> tuple[Sequence[bytes], list[Version]]:
         """Read ranges like `read_ranges`, and return the version of each request's answer."""
         self._check(path)
         plan = self._plan(ranges)
-        self._client.owner.use()
+        self._client.use()
         downloads = [self._download(path, block.start, block.length) for block in plan.blocks]
         blocks = await read_blocks(self._client, path, downloads, self.range_requests)
         return plan.cut(blocks), [download.version for download in downloads if download.version is not None]
 
-    async def read_pieces_with_version(
-        self, path: str, start: int, length: int
-    ) -> tuple[list[bytes], ObjectVersion | None]:
+    async def read_pieces_with_version(self, path: str, start: int, length: int) -> tuple[list[bytes], Version | None]:
         """Read a range, which is not empty, by one request. Return the pieces in which it arrived, and its version."""
         self._check(path)
         download = self._download(path, start, length)
@@ -466,7 +459,7 @@ class NetworkTransport(Transport, Generic[_K]):
         return super().pinned(path) if overrides(self, NetworkTransport) else PinnedObject(self, path)
 
     @abstractmethod
-    async def version(self, path: str) -> ObjectVersion:
+    async def version(self, path: str) -> Version:
         """Return an object's version, with the request and the errors of `info`."""
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
@@ -481,7 +474,7 @@ class NetworkTransport(Transport, Generic[_K]):
 
     async def stream_with_versions(
         self, path: str, start: int, chunk_size: int, stop: int | None = None
-    ) -> AsyncGenerator[tuple[bytes, ObjectVersion], None]:
+    ) -> AsyncGenerator[tuple[bytes, Version], None]:
         """Read an object like `stream`, and return each chunk with its version. The bytes from `stop` on are requested
         only when they are wanted: a response that is left before its end costs its connection.
         """
@@ -499,10 +492,10 @@ class NetworkTransport(Transport, Generic[_K]):
 
     async def aclose(self) -> None:
         """Interrupt calls in progress with TransportClosed, and close the connections, like `Transport.aclose`."""
-        await self._client.owner.aclose()
+        await self._client.aclose()
 
     @abstractmethod
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
-    ) -> Download[_K, Any]:
+    ) -> Download[_K]:
         """Make a download with this transport's client. `path` has been checked; the arguments are `Download`'s."""

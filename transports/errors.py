@@ -31,21 +31,6 @@ from typing import Any
 
 from asyncloader.errors import LoaderError
 
-__all__ = [
-    "AccessDenied",
-    "InvalidPath",
-    "ObjectNotFound",
-    "ObjectTooLarge",
-    "RangeOutOfBounds",
-    "RangesIgnored",
-    "ReadFailed",
-    "SizeUnknown",
-    "TransportClosed",
-    "TransportError",
-    "UnknownScheme",
-    "WriteFailed",
-]
-
 
 class TransportError(LoaderError):
     """Base class of the errors that transports raise.
@@ -136,8 +121,7 @@ class ReadFailed(TransportError, OSError):
 class WriteFailed(TransportError, OSError):
     """Writing to the store failed: no part of the object is visible. `__cause__` and `errno` as in `ReadFailed`."""
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), self.args, {**vars(self), "errno": self.errno}  # as in `ReadFailed`
+    __reduce__ = ReadFailed.__reduce__
 
 
 class RangesIgnored(ReadFailed):

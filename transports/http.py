@@ -3,7 +3,7 @@
 Data path: dataset -> [http] -> http_download -> http_client -> server.
 
 `http_download` reads one object by one or more requests, `http_client` sends the requests, and `http_answers`
-interprets the responses. The object stores use `download`, `client_owner` and `retry`, too.
+interprets the responses. The object stores use `download`, `network_client` and `retry`, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_limits, check_path, check_prefix
 from asyncloader.transports.download import NetworkTransport
 from asyncloader.transports.errors import InvalidPath, TransportError
-from asyncloader.transports.http_answers import Version, safe_url
+from asyncloader.transports.http_answers import safe_url
 from asyncloader.transports.http_client import HeaderSource, HttpClient
 from asyncloader.transports.http_download import HttpDownload
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RetryPolicy
 
 
@@ -40,7 +41,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
             `list` raises.
         retry: which failures are retried and for how long. Default: `RetryPolicy()`.
         requests: maximum number of concurrent requests, and so of connections; an open stream is one. Default 256.
-            A server gets five new connections at a time, and more as it answers.
+            A server gets five at first, and one more with each answer.
         connect_s: seconds for an address to accept a connection. Default 10.
         first_byte_s: seconds until a request's response begins, including the connection. Default 60.
         stalled_s: seconds without new bytes after which a response counts as broken. Default 30.
@@ -109,7 +110,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
             InvalidPath: a line of the listing is not a valid path.
         """
         check_prefix(prefix)
-        self._client.owner.use()
+        self._client.use()
         if self._listing is None:
             raise TransportError(
                 f"HTTP has no listing, so the objects of {self._client.root} cannot be listed; name them yourself, or "
@@ -124,7 +125,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
         lines.update(self._matching([tail], prefix))
         for path in sorted(lines):
             yield path
-            self._client.owner.use()
+            self._client.use()
 
     async def size(self, path: str) -> int:
         """Return an object's size, by HEAD, or by a GET of one byte if HEAD fails, like `Transport.size`."""

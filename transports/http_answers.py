@@ -16,6 +16,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from asyncloader.transports.errors import AccessDenied, ObjectNotFound, ReadFailed, TransportError
+from asyncloader.transports.object_version import Version, is_strong
 
 Headers = Mapping[str, str]
 """Header names to values; the caller's mapping ignores the case of names."""
@@ -38,73 +39,14 @@ class ContentRange(NamedTuple):
     total: int | None
 
 
-class Version(NamedTuple):
-    """Identifies one version of an object.
-
-    Attributes:
-        etag: the ``ETag`` header as sent, weak or strong; None if it is missing.
-        modified: the ``Last-Modified`` header as sent; None if it is missing.
-        settled: whether `modified` is old enough that any later change would have a different date. False, too, beside
-            a strong ETag.
-        size: bytes of the whole object, None if not stated.
-    """
-
-    etag: str | None
-    modified: str | None
-    settled: bool
-    size: int | None
-
-    @classmethod
-    def of(cls, headers: Headers, size: int | None) -> Version:
-        """Read the version from a response's headers."""
-        etag, modified = _field(headers, "ETag"), _field(headers, "Last-Modified")
-        settled = False
-        # Not beside a strong ETag, which is the validator: to parse two dates takes as long as all else in an answer.
-        if modified is not None and not _is_strong(etag) and (date := headers.get("Date")):
-            settled = _seconds_between(modified, date) >= _SETTLED_S
-        return cls(etag, modified, settled, size)
-
-    @property
-    def validator(self) -> str | None:
-        """The value for ``If-Range``: a strong ETag, or a date of modification that is old enough to be as strong (RFC
-        9110 section 8.8.2.2), also beside a weak ETag; None if nothing proves that the bytes are equal.
-        """
-        if _is_strong(self.etag):
-            return self.etag
-        return self.modified if self.settled else None
-
-    @property
-    def name(self) -> str | None:
-        """A text that differs for other bytes; None if nothing proves that the bytes are equal."""
-        validator = self.validator
-        # With a date for a validator, the weak ETag is part of the name: an object may be replaced by another with the
-        # same date, as by a copy that keeps it.
-        return validator if None in {validator, self.etag} or validator == self.etag else f"{self.etag} {validator}"
-
-    def differs(self, other: Version) -> bool:
-        """Return whether the two are certainly not the same version."""
-        if None not in {self.size, other.size} and self.size != other.size:
-            return True
-        if self.etag is not None and other.etag is not None:
-            return self.etag != other.etag
-        return None not in {self.modified, other.modified} and self.modified != other.modified
-
-    def proves(self, other: Version) -> bool:
-        """Return whether the two are certainly the same version, byte for byte."""
-        return self.validator is not None and self.validator == other.validator and not self.differs(other)
-
-    def resembles(self, other: Version) -> bool:
-        """Return whether the server says that the two are the same version, if only by a weak ETag or a new date."""
-        if self.differs(other):
-            return False
-        # Beside ETags the dates do not count: two servers may have copies with different dates.
-        if self.etag is not None or other.etag is not None:
-            return self.etag == other.etag
-        return self.modified is not None and self.modified == other.modified
-
-
-def _is_strong(etag: str | None) -> bool:
-    return etag is not None and not etag.startswith(("W/", "w/"))
+def version_of(headers: Headers, size: int | None) -> Version:
+    """Read the version of an object of `size` bytes (None: not stated) from a response's headers."""
+    etag, modified = _field(headers, "ETag"), _field(headers, "Last-Modified")
+    settled = False
+    # Not beside a strong ETag, which is the validator: to parse two dates takes as long as all else in an answer.
+    if modified is not None and not is_strong(etag) and (date := headers.get("Date")):
+        settled = _seconds_between(modified, date) >= _SETTLED_S
+    return Version(etag, modified, settled, size)
 
 
 def _field(headers: Headers, name: str) -> str | None:

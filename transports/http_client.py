@@ -1,12 +1,12 @@
 """Sends requests to one web server: URLs, headers, redirects, connections, and the classification of errors.
 
-Data path: http_download -> [http_client: HttpClient, SessionOwner] -> http_session -> server.
+Data path: http_download -> [http_client: HttpClient] -> aiohttp's session -> server.
 
 Redirects are followed here: credentials are sent to the root's own origin only, and a redirect from
 https to http is refused.
 
-`SessionOwner` owns the connections (see `client_owner`). After a fork the child opens another session: parent and
-child share the inherited sockets and, with epoll, the set of descriptors that the parent's loop watches.
+The session belongs to one loop and process (see `network_client`). After a fork the child opens another session: parent
+and child share the inherited sockets and, with epoll, the set of descriptors that the parent's loop watches.
 
 `classify_error` translates aiohttp's errors and decides which of them are retryable.
 """
@@ -15,57 +15,29 @@ from __future__ import annotations
 
 import base64
 import inspect
+import os
+import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from asyncloader.transports.client_owner import ClientOwner
+from asyncloader.bridge import in_thread
 from asyncloader.transports.errors import ReadFailed, TransportError
-from asyncloader.transports.http_answers import Headers, Version, safe_url, status_error
-from asyncloader.transports.http_session import MOST_ORIGINS, HttpSession, url_of
+from asyncloader.transports.http_answers import Headers, safe_url, status_error, version_of
+from asyncloader.transports.network_client import NetworkClient
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
-from asyncloader.transports.retrying_client import RetryingClient
 
 if TYPE_CHECKING:
+    import aiohttp
+    from aiohttp.abc import AbstractResolver, ResolveResult
     from yarl import URL
 
-    from asyncloader.transports.http_session import Origin, Response
-
-
-class SessionOwner(ClientOwner[HttpSession]):
-    """The connections of one transport, and its calls in progress.
-
-    Args:
-        name: the transport's name for texts, without secrets.
-        requests: maximum number of concurrent requests, at least 1.
-        connect_s: seconds for an address to accept a connection.
-    """
-
-    def __init__(self, name: str, requests: int, connect_s: float) -> None:
-        super().__init__(name, requests)
-        self._connect_s = connect_s
-
-    def open_client(self) -> HttpSession:
-        """Open a session. Raises TransportError if aiohttp is missing."""
-        try:
-            return HttpSession(self._connect_s)
-        except ImportError as error:
-            raise TransportError(
-                "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
-            ) from error
-
-    async def close_client(self, client: HttpSession) -> None:
-        """Close all connections."""
-        await client.close()
-
-    @staticmethod
-    def leave_to_parent(client: HttpSession) -> object:
-        """Keep the connections open, because they are also the parent's, like `ClientOwner.leave_to_parent`."""
-        return client.detach()
-
+    Response: TypeAlias = aiohttp.ClientResponse
 
 HeaderSource = Mapping[str, str] | Callable[[], Mapping[str, str] | Awaitable[Mapping[str, str]]]
 """Headers, or a function that returns them before each request, plain or async."""
@@ -76,15 +48,22 @@ _MOST_REDIRECTS = 10
 # The characters that a path may have unescaped by RFC 3986. Some CDNs sign the URL as it is written.
 PATH_SAFE = "/!$&'()*+,;=:@~"
 
+_MOST_ORIGINS = 1000  # of which the proxy is remembered: redirects may name any number of them
+_BUFFERED = 1 << 18  # bytes of a response that wait to be read; twice as many stop the connection
+
 # The visible characters of ASCII. All others would break the request's first line.
 _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
-class HttpClient(RetryingClient[HttpSession]):
+class HttpClient(NetworkClient["aiohttp.ClientSession"]):
     """Requests below one root URL. The arguments are those of `HttpTransport`."""
 
     encoding_advice = "turn the encoding off in the server, or pass encoded=True to take them as the object's"
     """What to do about a body that is encoded, for an error's text."""
+
+    # A server that is sent more connections at once than its accept queue takes, such as the five of Python's
+    # ``http.server``, drops them without a word, and TCP tries again only after a second, two seconds, and so on.
+    first_requests = 5
 
     asks_if_range = True
     """Whether a download continues only if the server finds the version unchanged."""
@@ -106,26 +85,72 @@ class HttpClient(RetryingClient[HttpSession]):
     ) -> None:
         parts = urlsplit(root)
         self.root = safe_url(root)
-        super().__init__(
-            SessionOwner(f"the http transport of {self.root}", requests, connect_s), retry, min_bytes_per_s
-        )
+        super().__init__(f"the http transport of {self.root}", requests, retry, min_bytes_per_s)
         self.first_byte_s = first_byte_s
         self.stalled_s = stalled_s
         self.encoded = encoded
         self.verify = verify
         self.range_gap = range_gap
+        self._connect_s = connect_s
         self._headers = headers
         host = parts.netloc.rpartition("@")[2].lower()
         # aiohttp sends the host of an encoded URL as it is.
-        self._origin = (parts.scheme.lower(), host if host.isascii() else host.encode("idna").decode())
+        server = (parts.scheme.lower(), host if host.isascii() else host.encode("idna").decode())
         folder = parts.path if parts.path.lower().endswith("%2f") else parts.path.rstrip("/") + "/"
-        self._site = "{}://{}".format(*self._origin)
-        self._base = urlunsplit((*self._origin, escape(folder), "", ""))
+        self._base = urlunsplit((*server, escape(folder), "", ""))
+        site = urlsplit(self._base)
+        self._origin = (site.scheme, site.hostname or "", site.port or {"http": 80, "https": 443}[site.scheme])
         self._query = f"?{escape(parts.query)}" if parts.query else ""
         self._own = {"Authorization": _basic(parts.username, parts.password)} if parts.username is not None else {}
         if isinstance(headers, Mapping):
             self._own.update(headers)
         self._proxies: dict[Origin, str | None] = {}
+
+    def open_client(self) -> aiohttp.ClientSession:
+        """Open a session. Raises TransportError if aiohttp is missing."""
+        try:
+            import aiohttp
+        except ImportError as error:
+            raise TransportError(
+                "http and https need aiohttp, which is not installed; install it by: pip install 'asyncloader[http]'"
+            ) from error
+
+        class Connector(aiohttp.TCPConnector):
+            process = os.getpid()
+
+            async def connect(self, *args: Any, **options: Any) -> aiohttp.connector.Connection:
+                while True:
+                    connection = await super().connect(*args, **options)
+                    if connection.protocol is None or not connection.protocol.should_close:
+                        return connection
+                    # It has received something while it was idle, which would be taken for this request's response.
+                    connection.close()
+
+            def __del__(self, *args: Any) -> None:
+                # In a forked child it would close the parent's connections.
+                if self.process == os.getpid():
+                    super().__del__(*args)
+
+        # No limit here: the slots limit the connections, and a wait for a slot does not count for the time-outs.
+        return aiohttp.ClientSession(
+            connector=Connector(limit=0, resolver=cast("AbstractResolver", SystemResolver())),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            auto_decompress=False,
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
+            headers={"Accept-Encoding": "identity", "User-Agent": "asyncloader"},
+            read_bufsize=_BUFFERED,
+        )
+
+    async def close_client(self, client: aiohttp.ClientSession) -> None:
+        """Close all connections."""
+        await client.close()
+
+    @staticmethod
+    def leave_to_parent(client: aiohttp.ClientSession) -> object:
+        """Keep the connections open, because they are also the parent's, like `NetworkClient.leave_to_parent`."""
+        connector = client.connector
+        client.detach()
+        return client, connector
 
     def url(self, path: str) -> str:
         """Return an object's URL, without userinfo."""
@@ -135,33 +160,34 @@ class HttpClient(RetryingClient[HttpSession]):
         """Return the URL of an object, or of the root, without secrets, like `RetryingClient.where`."""
         return self.root if path is None else safe_url(self.url(path))
 
-    async def turn(self) -> float:
-        """Wait until a request needs no new connection to the root's server, or may open one. Returns the seconds."""
-        return await self.owner.use().turn(self._origin)
-
     async def request(self, method: str, path: str, headers: Mapping[str, str]) -> Response:
         """Send a request, follow redirects, and return the response, whatever its status; the caller releases it."""
-        target = self.url(path)[len(self._site) :].partition("#")[0]
-        return await self._send(method, path, self._origin, target, headers)
+        from yarl import URL
+
+        # `encoded`: the target is percent-encoded already, and a signature may cover the way in which it is.
+        return await self._send(
+            method, path, URL(self.url(path).partition("#")[0], encoded=True), self._origin, headers
+        )
 
     async def follow(self, method: str, path: str, url: URL, headers: Mapping[str, str]) -> Response:
         """Send a request for an object to this URL, like `request`."""
-        return await self._send(method, path, (url.scheme, url.raw_authority), url.raw_path_qs, headers)
+        return await self._send(method, path, url, origin_of(url), headers)
 
-    async def _send(self, method: str, path: str, origin: Origin, target: str, headers: Mapping[str, str]) -> Response:
-        session = self.owner.use()
+    async def _send(self, method: str, path: str, url: URL, origin: Origin, headers: Mapping[str, str]) -> Response:
+        session = self.use()
         secret: Mapping[str, str] = {}
-        if origin == self._origin or self.is_own(url_of(origin, "/")):
+        if origin == self._origin:
             secret = await self._call_headers() if callable(self._headers) else self._own
-        sent = {**headers, **secret} if secret else headers
         # Followed here, not by aiohttp: `secret` must not be sent to another origin.
         for redirect in count(1):
+            sent = {**headers, **secret} if secret and origin == self._origin else headers
             proxy = self._proxies[origin] if origin in self._proxies else self._find_proxy(origin)
             try:
-                response = await session.request(method, origin, target, sent, proxy)
+                response = await session.request(method, url, headers=sent, allow_redirects=False, proxy=proxy)
             except UnicodeError:  # from the name look-up: a label is empty, or longer than 63 letters
-                text = f"{safe_url(str(url_of(origin, target)))} has a host that is no legal name"
+                text = f"{safe_url(str(url))} has a host that is no legal name"
                 raise RequestFailed("request", text, retryable=False) from None
+            self.widen()
             self.answered(busy=response.status in self._retry.statuses)
             if response.status not in _REDIRECTS or "Location" not in response.headers:
                 return response
@@ -169,8 +195,7 @@ class HttpClient(RetryingClient[HttpSession]):
             if redirect > _MOST_REDIRECTS:
                 raise self.refusal(path, response, f"that is redirect number {redirect}, which looks endless")
             url = self._redirect(path, response)
-            origin, target = (url.scheme, url.raw_authority), url.raw_path_qs
-            sent = {**headers, **secret} if self.is_own(url) else headers
+            origin = origin_of(url)
         raise AssertionError("count() does not end")
 
     def _redirect(self, path: str, response: Response) -> URL:
@@ -190,11 +215,11 @@ class HttpClient(RetryingClient[HttpSession]):
 
     def is_own(self, url: URL) -> bool:
         """Whether a URL has the root's origin, to which credentials may be sent."""
-        return origin_of(url) == origin_of(url_of(self._origin, "/"))
+        return origin_of(url) == self._origin
 
     def version_of(self, headers: Headers, size: int | None) -> Version:
         """Return the version of an object of `size` bytes (None: not stated), from the headers of a response."""
-        return Version.of(headers, size)
+        return version_of(headers, size)
 
     # --- failures
 
@@ -240,11 +265,9 @@ class HttpClient(RetryingClient[HttpSession]):
         found = getproxies().get(origin[0])
         if found and "://" not in found:  # "host:port", which curl and requests take, too
             found = f"http://{found}"
-        if len(self._proxies) == MOST_ORIGINS:
+        if len(self._proxies) == _MOST_ORIGINS:
             self._proxies.clear()
-        self._proxies[origin] = proxy = (
-            found if found and not proxy_bypass(url_of(origin, "/").raw_host or "") else None
-        )
+        self._proxies[origin] = proxy = found if found and not proxy_bypass(origin[1]) else None
         return proxy
 
 
@@ -253,7 +276,10 @@ def escape(text: str) -> str:
     return quote(text, safe=_VISIBLE, errors="surrogateescape")
 
 
-def origin_of(url: URL) -> tuple[str, str, int | None]:
+Origin: TypeAlias = tuple[str, str, int | None]
+
+
+def origin_of(url: URL) -> Origin:
     """Return the origin of a URL (RFC 6454): ``https://host`` and ``https://HOST:443`` have the same."""
     return url.scheme, (url.raw_host or "").lower(), url.port
 
@@ -299,22 +325,52 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
         case aiohttp.ClientResponseError():
             # Its own text contains the whole URL.
             return RequestFailed("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", retryable=False)
-        case aiohttp.ClientOSError():
+        case OSError():
             retryable = is_retryable(error) or isinstance(error.__cause__, ssl.SSLEOFError)
-            return RequestFailed(
-                "connection", f"the connection broke: {_words(error)}", retryable=retryable, cause=error
-            )
+            text = f"the connection broke: {_words(error)}"
+            return RequestFailed("connection", text, retryable=retryable, cause=error)
         case aiohttp.ClientConnectionError():
             return RequestFailed("connection", f"the connection broke: {type(error).__name__}", cause=error)
         case aiohttp.ClientError():
             return RequestFailed("request", f"the request cannot be made: {type(error).__name__}", retryable=False)
-        case OSError():
-            return RequestFailed(
-                "connection", f"the connection broke: {error}", retryable=is_retryable(error), cause=error
-            )
         case _:
             return None
 
 
 def _words(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
+
+
+class SystemResolver:
+    """Looks names up by the system, in a thread of its own for each name. Has the methods of `AbstractResolver`.
+
+    aiohttp's own resolver uses the loop's default executor, whose threads may all be busy with calls of the program:
+    then no request would begin. aiodns, which aiohttp prefers where it is installed, does not distinguish a silent name
+    server from a name that does not exist.
+    """
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Return the addresses of a host. Raises OSError."""
+        return await in_thread(partial(_look_up, host, port, family))
+
+    async def close(self) -> None:
+        """Do nothing: a lookup in progress ends by itself, in its thread."""
+
+
+def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
+    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return [
+        # getnameinfo: with the scope of a link-local address of IPv6 ("fe80::1%eth0").
+        {
+            "hostname": host,
+            "host": socket.getnameinfo(place, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0],
+            "port": port,
+            "family": kind,
+            "proto": protocol,
+            "flags": numeric,
+        }
+        for kind, _, protocol, _, place in found
+    ]

@@ -12,27 +12,27 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.transports.checks import check_size, check_start
-from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import Download
-from asyncloader.transports.errors import RangesIgnored, SizeUnknown
+from asyncloader.transports.errors import RangesIgnored, ReadFailed, SizeUnknown
 from asyncloader.transports.http_answers import (
-    Version,
     content_length,
     declared_digest,
     foreign_encoding,
     parse_content_range,
 )
 from asyncloader.transports.http_client import HttpClient
+from asyncloader.transports.network_client import Scope
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
-    from asyncloader.transports.http_session import Response
+    from asyncloader.transports.http_client import Response
 
 # Responses to HEAD of servers that do support GET: not allowed, not implemented, or the URL is signed for GET only.
 _NO_HEAD = frozenset({403, 405, 501})
 
 
-class HttpDownload(Download[HttpClient, Version]):
+class HttpDownload(Download[HttpClient]):
     """One object of a web server, or one range of it. The arguments are those of `Download`."""
 
     def __init__(
@@ -72,7 +72,7 @@ class HttpDownload(Download[HttpClient, Version]):
             return self._client.version_of({} if response.status == 416 else response.headers, size)
         if response.status not in {200, 206}:
             raise self._client.bad_status(self._path, response)
-        raise self._client.refusal(self._path, response, "it does not state the object's size", SizeUnknown)
+        raise self._refusal(response, "it does not state the object's size", SizeUnknown)
 
     def _stated_size(self, response: Response) -> int | None:
         if response.status in {200, 206}:
@@ -132,12 +132,9 @@ class HttpDownload(Download[HttpClient, Version]):
             name = self._digest[0].name
             # Without a version the next attempt begins again; a stream that has returned bytes fails instead.
             self.version = None
-            raise RequestFailed.corrupt(name)
+            text = f"the bytes do not have the {name} digest that the server declared"
+            raise RequestFailed("wrong digest", text)
         super()._finish()
-
-    async def _take_slot(self) -> None:
-        await super()._take_slot()
-        self._queued_s += await self._client.turn()
 
     async def _request(self, scope: Scope, measure: str = "") -> Response:
         """Take a slot and request the remaining bytes; or, with `measure` as the method, the object's size."""
@@ -168,12 +165,10 @@ class HttpDownload(Download[HttpClient, Version]):
         first = self._start if self._anew else self._position
         if status == 206:
             if answered is None or answered.start != first or answered.end is None:
-                raise self._client.refusal(
-                    self._path, response, f"bytes from {first:,} on were asked for, and it gives "
-                    f"{headers.get('Content-Range', 'no Content-Range')[:80]!r}"
-                )  # fmt: skip
+                given = headers.get("Content-Range", "no Content-Range")[:80]
+                raise self._refusal(response, f"bytes from {first:,} on were asked for, and it gives {given!r}")
             if length is not None and length != answered.end - first:
-                raise self._client.refusal(self._path, response, "its Content-Length and Content-Range disagree")
+                raise self._refusal(response, "its Content-Length and Content-Range disagree")
             total = answered.total
         else:
             total, first = length, 0
@@ -184,8 +179,7 @@ class HttpDownload(Download[HttpClient, Version]):
             if total is not None and self._end > total:
                 raise self._out_of_bounds(total)
             if self._position == self._start and self._skip > self._client.range_gap:
-                raise self._client.refusal(
-                    self._path,
+                raise self._refusal(
                     response,
                     "it ignores Range, so that bytes far inside an object cost all bytes before them: use a server "
                     "with byte ranges, or cache_dir=, which fetches each object once as a whole",
@@ -196,15 +190,17 @@ class HttpDownload(Download[HttpClient, Version]):
             check_start(self._path, total, self._start)
             self._end = total
         elif status == 206 and self._end is None:
-            raise self._client.refusal(
-                self._path, response, "it gives a part and does not state the object's size, so that nobody knows "
-                "whether the part reaches to its end"
-            )  # fmt: skip
+            raise self._refusal(
+                response,
+                "it gives a part and does not state the object's size, so that nobody knows whether the part reaches "
+                "to its end",
+            )
         elif status == 200 and not _in_chunks(response):
-            raise self._client.refusal(
-                self._path, response, "it states neither Content-Length nor chunks, so that a broken connection would "
-                "look like the object's end"
-            )  # fmt: skip
+            raise self._refusal(
+                response,
+                "it states neither Content-Length nor chunks, so that a broken connection would look like the object's "
+                "end",
+            )
         if answered is not None and self._stop is not None and self._position < self._stop:
             # A part that ends before `stop` is no answer to the request: more of it is asked for like after a break.
             complete = answered.end is not None and answered.end >= self._stop and answered.end != self._end
@@ -219,12 +215,16 @@ class HttpDownload(Download[HttpClient, Version]):
         check_start(self._path, size, self._start)
         raise self._changed_error()
 
+    def _refusal(self, response: Response, why: str, kind: type[ReadFailed] = ReadFailed) -> ReadFailed:
+        return self._client.refusal(self._path, response, why, kind)
+
     def _refuse_encoding(self, response: Response) -> None:
         if (encoding := foreign_encoding(response.headers)) and not self._client.encoded:
-            raise self._client.refusal(
-                self._path, response, f"its bytes are encoded ({encoding[:40]!r}) although they were asked for as they "
-                f"are; {self._client.encoding_advice}"
-            )  # fmt: skip
+            raise self._refusal(
+                response,
+                f"its bytes are encoded ({encoding[:40]!r}) although they were asked for as they are; "
+                f"{self._client.encoding_advice}",
+            )
 
     async def _accept_nothing(self, scope: Scope, response: Response) -> bool:
         """Interpret a response that has no bytes from the position on; False if nothing is left to read."""
@@ -240,9 +240,7 @@ class HttpDownload(Download[HttpClient, Version]):
                 size = (await self._measure(scope)).size
                 assert size is not None
             if size > self._start:
-                raise self._client.refusal(
-                    self._path, response, f"bytes from {self._start:,} on were asked for, and it has {size:,}"
-                )
+                raise self._refusal(response, f"bytes from {self._start:,} on were asked for, and it has {size:,}")
             check_start(self._path, size, self._start)
             return False  # the stream begins where the object ends
         if size == self._position and self._end is None and not self._anew:

@@ -21,7 +21,7 @@ from asyncloader.bridge import in_thread
 from asyncloader.transports.checks import check_prefix
 from asyncloader.transports.errors import AccessDenied, ObjectNotFound, ReadFailed, TransportError
 from asyncloader.transports.http import HttpTransport
-from asyncloader.transports.http_answers import Headers, Version, status_error
+from asyncloader.transports.http_answers import Headers, status_error
 from asyncloader.transports.http_client import HttpClient
 from asyncloader.transports.http_download import HttpDownload
 from asyncloader.transports.hub_names import (
@@ -33,12 +33,13 @@ from asyncloader.transports.hub_names import (
     next_target,
     reason_of,
 )
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RequestFailed, RetryPolicy
 
 if TYPE_CHECKING:
     from yarl import URL
 
-    from asyncloader.transports.http_session import Response
+    from asyncloader.transports.http_client import Response
 
 _MOST_PAGES = 4096  # of a listing: of four million files
 _MAX_PAGE_BYTES = 64 << 20  # of a listing: some hundred times the largest that the Hub sends
@@ -117,7 +118,7 @@ class HubClient(HttpClient):
         """Return the version of a file, like `HttpClient.version_of`: its commit. The CDN's servers may describe one
         file by different headers.
         """
-        return Version(f'"{self.dataset.revision}"', None, settled=False, size=size)
+        return Version(f'"{self.dataset.revision}"', size=size)
 
     async def resolve(self) -> None:
         """Have `dataset` be of a commit.
@@ -236,7 +237,7 @@ class HuggingFaceTransport(HttpTransport):
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Return the paths of the files at the commit, ascending, like `Transport.list`."""
         check_prefix(prefix)
-        self._client.owner.use()
+        self._client.use()
         await self._hub.resolve()
         folder = prefix.rpartition("/")[0]
         target: str | None = self._hub.dataset.tree_target(folder)
@@ -262,7 +263,7 @@ class HuggingFaceTransport(HttpTransport):
             target = next_target(page.link, self._hub.address, where)
         for path in await in_thread(partial(sorted, found)):
             yield path
-            self._client.owner.use()
+            self._client.use()
 
     def listed_size(self, path: str) -> int | None:
         """Return a file's size as `list` has found it, like `Transport.listed_size`."""

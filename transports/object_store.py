@@ -4,7 +4,7 @@ Data path: dataset -> [object_store] -> object_store_download -> object_store_cl
 
 It is implemented on obstore, the Python binding of Rust's object_store. `object_store_download` reads one object by one
 or more requests; `object_store_client` sends requests, lists, handles forks and classifies errors;
-`object_store_config` finds credentials. HTTP uses `download`, `client_owner` and `retry`, too.
+`object_store_config` finds credentials. HTTP uses `download`, `network_client` and `retry`, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from asyncloader.transports.checks import check_limits, check_prefix
 from asyncloader.transports.download import NetworkTransport
 from asyncloader.transports.object_store_client import StoreClient, check_key
 from asyncloader.transports.object_store_config import Settings, parse_location
-from asyncloader.transports.object_store_download import StoreDownload, StoreVersion
-from asyncloader.transports.object_store_upload import delete, upload
+from asyncloader.transports.object_store_download import StoreDownload
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RetryPolicy
 
 
@@ -126,7 +126,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         check_prefix(prefix)
         for path in await self._client.names(prefix):
             yield path
-            self._client.owner.use()
+            self._client.use()
 
     async def size(self, path: str) -> int:
         """Return an object's size, by HEAD, like `Transport.size`."""
@@ -134,8 +134,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
 
     async def info(self, path: str) -> ObjectInfo:
         """Return an object's size and its ETag if that is strong, by HEAD, like `Transport.info`."""
-        version = await self.version(path)
-        return ObjectInfo(version.size, version.name)
+        return _info(await self.version(path))
 
     async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
         """Write an object, like `Transport.write`: up to 8 MiB by one request, more by a multipart upload.
@@ -145,20 +144,25 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         them.
         """
         check_key(path)
-        version = await upload(self._client, path, pieces)
-        return ObjectInfo(version.size, version.name)
+        return _info(await self._client.upload(path, pieces))
 
     async def delete(self, path: str) -> None:
         """Delete an object, like `Transport.delete`."""
         check_key(path)
-        await delete(self._client, path)
+        await self._client.delete(path)
 
-    async def version(self, path: str) -> StoreVersion:
+    async def version(self, path: str) -> Version:
         """Return an object's version, by HEAD."""
         check_key(path)
-        return StoreVersion.of(await self._client.meta(path))
+        meta = await self._client.meta(path)
+        return Version(meta["e_tag"], size=meta["size"])
 
     def _download(
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> StoreDownload:
         return StoreDownload(self._client, path, start, length, max_bytes)
+
+
+def _info(version: Version) -> ObjectInfo:
+    assert version.size is not None  # stores state it
+    return ObjectInfo(version.size, version.name)

@@ -9,7 +9,7 @@ Credentials are looked up in `config`, then in the places of each store's own to
     gs   GOOGLE_SERVICE_ACCOUNT ..., GOOGLE_APPLICATION_CREDENTIALS, gcloud's application default, the instance
     az   AZURE_STORAGE_ACCOUNT_NAME with _KEY, SAS or client secret, workload and managed identity
 
-obstore does all of this except the AWS profiles, of which `Profile` reads the plain settings: keys, region, endpoint. A
+obstore does all of this except the AWS profiles, of which the plain settings are read here: keys, region, endpoint. A
 profile with another method (SSO, a role to assume, a program) is refused with advice: falling back to the instance's
 role would read with another identity.
 """
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath, TransportError
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", **dict.fromkeys(("az", "azure", "abfs", "abfss", "adl"), "az")}
 _URL = re.compile(r"([A-Za-z0-9]+)://([^/]*)/?(.*)", re.DOTALL)
 
-_AZURE = ("dfs.core.windows.net", "blob.core.windows.net")
-_FABRIC = ("dfs.fabric.microsoft.com", "blob.fabric.microsoft.com")
-
 # obstore's option names that differ between stores.
 _ENDPOINT = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 _ENDPOINT_VARIABLES = {
@@ -52,6 +50,12 @@ _ENDPOINT_VARIABLES = {
 # Settings that a profile can have instead of keys, which need AWS's own SDK.
 _INDIRECT = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
 
+_KEYS = {
+    "aws_access_key_id": "access_key_id",
+    "aws_secret_access_key": "secret_access_key",
+    "aws_session_token": "session_token",
+}
+
 # By default obstore limits a whole request, including its body, to 30 s: too short for large objects.
 _FOR_EVER = timedelta(days=30)
 
@@ -61,19 +65,18 @@ class BucketLocation(NamedTuple):
 
     Attributes:
         kind: ``"s3"``, ``"gs"`` or ``"az"``.
-        bucket: the bucket, or Azure's container.
+        bucket: the URL of the bucket, or of Azure's container, which may name its account.
         prefix: the prefix of all paths, without leading or trailing slash; empty for the whole bucket.
-        account: Azure's storage account, if the URL names it.
-        fabric: whether the account is in Microsoft Fabric.
-        url: the root for texts.
     """
 
     kind: str
     bucket: str
     prefix: str
-    account: str | None
-    fabric: bool
-    url: str
+
+    @property
+    def url(self) -> str:
+        """The root for texts."""
+        return f"{self.bucket}{'/' + self.prefix if self.prefix else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,55 +91,6 @@ class Settings:
     credentials: Callable[[], Any] | None = None
     connect_s: float = 10.0
     stalled_s: float = 30.0
-
-
-class Profile(NamedTuple):
-    """One profile from the files of the AWS tools, as obstore's configuration.
-
-    Attributes:
-        name: the profile's name.
-        keys: ``access_key_id`` and so on; empty if the profile has no keys.
-        others: region and endpoint.
-        indirect: the setting by which the profile gets its keys from elsewhere; None if it has no such setting.
-        found: whether a file has the profile.
-    """
-
-    name: str
-    keys: dict[str, str]
-    others: dict[str, str]
-    indirect: str | None
-    found: bool
-
-    @classmethod
-    def read(cls, environment: Mapping[str, str]) -> Profile:
-        """Read the profile that the environment names, or ``default``.
-
-        Raises:
-            TransportError: a file exists, but cannot be read or parsed.
-        """
-        name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
-        credentials = _section(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials", name)
-        section = name if name == "default" else f"profile {name}"
-        settings = _section(environment.get("AWS_CONFIG_FILE") or "~/.aws/config", section)
-        both = {**settings, **credentials}
-        keys: dict[str, str] = {}
-        # Both parts of a key must come from the same file.
-        for source in (credentials, settings):
-            if "aws_access_key_id" in source and "aws_secret_access_key" in source:
-                keys = {
-                    "access_key_id": source["aws_access_key_id"],
-                    "secret_access_key": source["aws_secret_access_key"],
-                }
-                if token := source.get("aws_session_token"):
-                    keys["session_token"] = token
-                break
-        others = {
-            ours: both[theirs]
-            for theirs, ours in {"region": "region", "endpoint_url": "endpoint"}.items()
-            if both.get(theirs)
-        }
-        indirect = next((each for each in _INDIRECT if each in both), None)
-        return cls(name, keys, others, indirect, bool(both))
 
 
 def parse_location(url: str) -> BucketLocation:
@@ -157,16 +111,8 @@ def parse_location(url: str) -> BucketLocation:
             f"{url.partition('?')[0]!r} is no URL of an object store; write s3://, gs:// or az://bucket/prefix"
         )
     scheme, host, prefix = match[1].lower(), match[2], match[3].removesuffix("/")
-    account, domain = None, ""
-    if scheme in {"abfs", "abfss"} and "@" in host:
-        host, _, server = host.partition("@")
-        account, _, domain = server.lower().partition(".")
-        if not account or domain not in {*_AZURE, *_FABRIC}:
-            raise ValueError(
-                f"{server!r} is no account of {', '.join([*_AZURE, *_FABRIC])}; for another cloud write "
-                f"{scheme}://container/prefix and pass endpoint= and config={{'account_name': ...}}"
-            )
-    if not host or re.search(r"[@:?#\s]", host):
+    account = r"[^@:?#\s]+@" if scheme in {"abfs", "abfss"} else ""
+    if not re.fullmatch(rf"({account})?[^@:?#\s]+", host):
         # The host is not shown: it may contain a password before an @.
         raise ValueError(f"the bucket of a {scheme}:// URL is missing or malformed; write {scheme}://bucket/prefix")
     if prefix:
@@ -174,9 +120,7 @@ def parse_location(url: str) -> BucketLocation:
             check_path(prefix)
         except InvalidPath as error:
             raise InvalidPath(f"the prefix of {url!r} is not canonical: {error}", path=prefix) from None
-    server = f"@{account}.{domain}" if account else ""
-    shown = f"{scheme}://{host}{server}{'/' + prefix if prefix else ''}"
-    return BucketLocation(kind, host, prefix, account, domain in _FABRIC, shown)
+    return BucketLocation(kind, f"{scheme}://{host}", prefix)
 
 
 def retry_config(policy: RetryPolicy | None) -> RetryConfig:
@@ -223,10 +167,6 @@ def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy 
         config["region"] = settings.region
     if settings.skip_signature:
         config["skip_signature"] = True
-    if location.account is not None:
-        config["account_name"] = location.account
-    if location.fabric:
-        config["use_fabric_endpoint"] = True
     config.update(settings.config)
     client: ClientConfig = {
         "connect_timeout": timedelta(seconds=settings.connect_s),
@@ -239,43 +179,42 @@ def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy 
     if str(endpoint).lower().startswith("http://"):
         client["allow_http"] = True  # the user asked for it explicitly
     given: dict[str, Any] = {
-        "prefix": location.prefix or None,
         "config": config,
         "client_options": {**client, **settings.client},
         "retry_config": retry_config(retry),
         "credential_provider": settings.credentials,
     }
+    kind: Any = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[location.kind]
     try:
-        if location.kind == "s3":
-            return stores.S3Store(location.bucket, **given)
-        if location.kind == "gs":
-            return stores.GCSStore(location.bucket, **given)
-        return stores.AzureStore(location.bucket, **given)
+        store: Store = kind.from_url(f"{location.bucket}/{quote(location.prefix)}", **given)
     except (BaseError, ValueError, TypeError, OSError) as error:
-        raise TransportError(
-            f"{location.url} cannot be opened: {str(error).partition('Debug source')[0].strip()}"
-        ) from error
+        reason = str(error).partition("\n")[0]
+        raise TransportError(f"{location.url} cannot be opened: {reason}") from error
+    return store
 
 
 def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the configuration from the AWS files that neither the options nor the environment override."""
-    profile = Profile.read(environment)
-    if not profile.found and profile.name != "default":
+    """Return the plain settings of the AWS profile that neither the options nor the environment override.
+
+    Raises:
+        TransportError: a file cannot be read, has no such profile, or has one that gets its keys by other means.
+    """
+    name = environment.get("AWS_PROFILE") or environment.get("AWS_DEFAULT_PROFILE") or "default"
+    credentials = _section(environment.get("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials", name)
+    section = name if name == "default" else f"profile {name}"
+    others = _section(environment.get("AWS_CONFIG_FILE") or "~/.aws/config", section)
+    profile = {**others, **credentials}
+    if not profile and name != "default":
         raise TransportError(
-            f"the AWS profile {profile.name!r} (AWS_PROFILE) is in neither ~/.aws/credentials nor ~/.aws/config; "
+            f"the AWS profile {name!r} (AWS_PROFILE) is in neither ~/.aws/credentials nor ~/.aws/config; "
             "correct the name, or unset AWS_PROFILE"
         )
     found: dict[str, str] = {}
-    if "region" in profile.others and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & environment.keys():
-        found["region"] = profile.others["region"]
-    if "endpoint" in profile.others and not set(_ENDPOINT_VARIABLES["s3"]) & environment.keys():
-        found["endpoint"] = profile.others["endpoint"]
-    anonymous = settings.skip_signature or environment.get("AWS_SKIP_SIGNATURE", "").lower() in {
-        "true",
-        "1",
-        "yes",
-        "on",
-    }
+    if "region" in profile and not {"AWS_REGION", "AWS_DEFAULT_REGION"} & environment.keys():
+        found["region"] = profile["region"]
+    if "endpoint_url" in profile and not set(_ENDPOINT_VARIABLES["s3"]) & environment.keys():
+        found["endpoint"] = profile["endpoint_url"]
+    anonymous = settings.skip_signature or environment.get("AWS_SKIP_SIGNATURE", "").lower() in {"true", "1"}
     if (
         anonymous
         or settings.credentials is not None
@@ -283,13 +222,16 @@ def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[st
         or {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"} & environment.keys()
     ):
         return found
-    if not profile.keys and profile.indirect is not None:
+    # Both parts of a key must come from the same file.
+    keys = next((each for each in (credentials, others) if _KEYS.keys() <= each.keys() | {"aws_session_token"}), {})
+    indirect = next((each for each in _INDIRECT if each in profile), None)
+    if not keys and indirect is not None:
         raise TransportError(
-            f"the AWS profile {profile.name!r} gets its keys by {profile.indirect}, which obstore cannot do; pass "
+            f"the AWS profile {name!r} gets its keys by {indirect}, which obstore cannot do; pass "
             "credentials=obstore.auth.boto3.Boto3CredentialProvider() (it needs boto3), or export the keys by: "
-            f"eval $(aws configure export-credentials --profile {profile.name} --format env)"
+            f"eval $(aws configure export-credentials --profile {name} --format env)"
         )
-    return {**found, **profile.keys}
+    return {**found, **{ours: keys[theirs] for theirs, ours in _KEYS.items() if keys.get(theirs)}}
 
 
 def _section(file: str, name: str) -> dict[str, str]:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from asyncloader.transports.checks import check_size, check_start
-from asyncloader.transports.client_owner import Scope
 from asyncloader.transports.download import Download
+from asyncloader.transports.network_client import Scope
 from asyncloader.transports.object_store_client import StoreClient, status_of
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
@@ -29,41 +30,7 @@ _SMALL = 1 << 20
 _PART = 1 << 20
 
 
-class StoreVersion(NamedTuple):
-    """Identifies one version of an object: its size in bytes, and its ETag as sent."""
-
-    size: int
-    tag: str | None
-
-    @classmethod
-    def of(cls, meta: ObjectMeta) -> StoreVersion:
-        """Read the version from obstore's metadata of an object."""
-        return cls(meta["size"], meta["e_tag"])
-
-    @property
-    def validator(self) -> str | None:
-        """The ETag if it is strong; otherwise None."""
-        return None if not self.tag or self.tag.startswith(("W/", "w/")) else self.tag
-
-    @property
-    def name(self) -> str | None:
-        """A text that differs for other bytes; None if the ETag is weak or missing."""
-        return self.validator
-
-    def differs(self, other: StoreVersion) -> bool:
-        """Return whether the two are certainly not the same version."""
-        return (self.size, self.tag) != (other.size, other.tag)
-
-    def proves(self, other: StoreVersion) -> bool:
-        """Return whether the two are certainly the same version, byte for byte."""
-        return self.validator is not None and self == other
-
-    def resembles(self, other: StoreVersion) -> bool:
-        """Return whether the store says that the two are the same version, if only by a weak ETag."""
-        return self.tag is not None and self == other
-
-
-class StoreDownload(Download[StoreClient, StoreVersion]):
+class StoreDownload(Download[StoreClient]):
     """One object of an object store, or one range of it. The arguments are those of `Download`."""
 
     def __init__(
@@ -176,7 +143,7 @@ class StoreDownload(Download[StoreClient, StoreVersion]):
         """Check the head of a response; False if nothing is left to read."""
         size = meta["size"]
         first = self._start if self._anew else self._position
-        self._check_version(first, StoreVersion.of(meta))
+        self._check_version(first, Version(meta["e_tag"], size=size))
         if self._length is not None:
             assert self._end is not None
             if self._end > size:

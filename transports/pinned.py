@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, changed_error
+from asyncloader.transports.object_version import Version
 
 if TYPE_CHECKING:
     from asyncloader.transports.download import NetworkTransport
@@ -21,20 +22,18 @@ class PinnedObject(PinnedReader):
     def __init__(self, transport: NetworkTransport[Any], path: str) -> None:
         super().__init__(transport, path)
         self._network = transport
-        self._stated: Any = None  # the version in the object's metadata
-        self._read: Any = None  # the version of the bytes
+        self._stated: Version | None = None  # in the object's metadata
+        self._read: Version | None = None  # of the bytes
 
     @property
     def etag(self) -> str | None:
         """The version of the bytes, like `PinnedReader.etag`."""
-        name: str | None = None if self._read is None else self._read.name
-        return name
+        return None if self._read is None else self._read.name
 
     @property
     def size(self) -> int | None:
         """Bytes of the object, like `PinnedReader.size`."""
-        size: int | None = None if self._read is None else self._read.size
-        return size
+        return None if self._read is None else self._read.size
 
     async def _info(self) -> ObjectInfo:
         version = await self._network.version(self.path)
@@ -65,14 +64,14 @@ class PinnedObject(PinnedReader):
                 self._compare(version)
                 yield chunk
 
-    def _compare_stated(self, version: Any) -> None:
+    def _compare_stated(self, version: Version) -> None:
         # Some servers name versions in answers to GET only: so the metadata need not prove the version, but must not
         # contradict it.
         if self._stated is not None and self._stated.differs(version):
             raise changed_error(self.path)
         self._compare(version)
 
-    def _compare(self, version: Any) -> None:
+    def _compare(self, version: Version) -> None:
         first = self._read = self._read or version
         # A server that named the version once must name it again: an object without a version may be any other object.
         if first.differs(version) or first.resembles(first) != first.resembles(version):

@@ -3,16 +3,8 @@
 Data path: failed request -> [retry] -> next request, or error.
 
 `RetryPolicy` is the configuration; `Attempts` tracks one operation under it. Neither reads a clock, sleeps or sends:
-the caller reports what failed and when, and gets the time to wait, or the advice to give up. `RequestFailed` describes
-one failed request inside the transports. A caller's loop::
-
-    attempts = Attempts(policy, began=now())
-    while True:
-        try: return await request()
-        except Exception as error:
-            verdict = attempts.failed(now())
-            if verdict.delay is None: raise ... verdict.reason ...
-            await asyncio.sleep(verdict.delay)
+the caller (`network_client`) reports what failed and when, and gets the time to wait, or the advice to give up.
+`RequestFailed` describes one failed request inside the transports.
 
 *The budget is a time, not a number of attempts*: an outage does not end sooner because of more attempts. The time
 counts from the last progress, so a download of hours that breaks now and then continues, and one that makes no progress
@@ -36,7 +28,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
@@ -58,6 +50,10 @@ _RETRYABLE_ERRNOS = frozenset(
     ]
     if hasattr(errno, name)
 )
+
+# EAI_AGAIN, "temporary failure in name resolution", of glibc and musl, and of the BSDs (macOS among them): this module
+# may not import socket.
+_AGAIN = frozenset({-3, 2})
 
 # Beyond this the cap applies for every sensible `first_delay_s`; keeps 2**n within the range of a float.
 _MOST_DOUBLINGS = 60
@@ -268,13 +264,7 @@ class RetryCounts:
 
     def snapshot(self) -> dict[str, int | float | dict[str, int]]:
         """Return a copy as plain types: ``retries``, ``kinds``, ``resumed``, ``given_up``, ``waited_s``."""
-        return {
-            "retries": self.total,
-            "kinds": dict(self.kinds),
-            "resumed": self.resumed,
-            "given_up": self.given_up,
-            "waited_s": self.waited_s,
-        }
+        return {"retries": self.total, **asdict(self), "kinds": dict(self.kinds)}
 
 
 def is_retryable(error: BaseException) -> bool:
@@ -287,9 +277,9 @@ def is_retryable(error: BaseException) -> bool:
     if isinstance(error, TimeoutError | ConnectionError | EOFError):
         return True
     if isinstance(error, OSError):
-        # The numbers of getaddrinfo's errors are no errnos; EAI_AGAIN is "temporary failure in name resolution".
+        # The numbers of getaddrinfo's errors are no errnos.
         if type(error).__name__ == "gaierror":
-            return "EAI_AGAIN" in _address_error_names(error.errno)
+            return error.errno in _AGAIN
         return error.errno in _RETRYABLE_ERRNOS
     return False
 
@@ -297,32 +287,18 @@ def is_retryable(error: BaseException) -> bool:
 def asked_delay(headers: Mapping[str, str], now: float) -> float | None:
     """Return the seconds that an answer's ``Retry-After`` asks for, 0 or more; None if it is missing or invalid.
 
+    Both forms of RFC 9110 section 10.2.3 are understood: a number of seconds, and a date in any of the three formats.
     A date is compared with the answer's ``Date``, which is by the same clock; the clock of this machine may differ.
 
     Args:
         headers: of the answer; the mapping ignores the case of names.
         now: wall-clock time, seconds since the epoch in UTC; for an answer without a ``Date``.
     """
-    answered = _moment(headers.get("Date") or "")
-    return parse_retry_after(headers.get("Retry-After"), now if answered is None else answered)
-
-
-def parse_retry_after(value: str | None, now: float) -> float | None:
-    """Return the seconds that a ``Retry-After`` header asks for, 0 or more; None if it is missing or invalid.
-
-    Both forms of RFC 9110 section 10.2.3 are understood: a number of seconds, and a date in any of the three formats.
-
-    Args:
-        value: the header; None if it is missing.
-        now: the time of the answer, seconds since the epoch in UTC.
-    """
-    if value is None:
-        return None
-    value = value.strip()
+    value = headers.get("Retry-After", "").strip()
     if _DELAY_SECONDS.fullmatch(value):
         return float(value)
-    moment = _moment(value)
-    return None if moment is None else max(0.0, moment - now)
+    moment, answered = _moment(value), _moment(headers.get("Date", ""))
+    return None if moment is None else max(0.0, moment - (now if answered is None else answered))
 
 
 def _moment(date: str) -> float | None:
@@ -339,11 +315,6 @@ def _moment(date: str) -> float | None:
         return moment.timestamp()
     except (ValueError, OverflowError):
         return None
-
-
-def _address_error_names(number: int | None) -> set[str]:
-    # The values of glibc, musl and the BSDs (macOS among them); this module may not import socket.
-    return {-3: {"EAI_AGAIN"}, 2: {"EAI_AGAIN"}}.get(number if number is not None else 0, set())
 
 
 class RequestFailed(Exception):
@@ -382,17 +353,6 @@ class RequestFailed(Exception):
         return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
 
     @classmethod
-    def slow(cls, nbytes: int, seconds: float, least: float) -> Self:
-        """Make the failure of a body that arrives more slowly than allowed."""
-        rate = f"{nbytes / seconds:,.1f} bytes per second over {seconds:.0f} s"
-        return cls("slow", f"the answer came at {rate}, which is below min_bytes_per_s={least:g}")
-
-    @classmethod
     def unproved(cls) -> Self:
         """Make the failure of a response that continues the object without naming its version."""
         return cls("unproved", "the rest of the object came without the version that the beginning had")
-
-    @classmethod
-    def corrupt(cls, algorithm: str) -> Self:
-        """Make the failure of a body whose digest differs from the digest declared in the response's head."""
-        return cls("wrong digest", f"the bytes do not have the {algorithm} digest that the server declared")

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, Dataset, RemoteIterableDataset
-from asyncloader.transports import HttpTransport, ReadFailed, RetryPolicy, retrying_client
+from asyncloader import AsyncDataLoader, Dataset
+from asyncloader.transports import HttpTransport, ReadFailed, RetryPolicy, network_client
 
 pytestmark = pytest.mark.network
 
@@ -76,17 +76,6 @@ async def test_a_wrong_address_is_told_soon() -> None:
     assert tries[1] == tries[0] + 1
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loader_tells_it_too(workers: int) -> None:
-    """Requests for sizes and reads share the time."""
-    retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
-    with silent() as (_, port):
-        dataset = RemoteIterableDataset(f"http://127.0.0.1:{port}/x.tar", storage_options={"retry": retry})
-        with pytest.raises(ReadFailed, match=r"no answer at all within 0\.3 s"):
-            next(iter(DataLoader(dataset, num_workers=workers)))
-
-
 @pytest.fixture
 def told() -> Iterator[Told]:
     handler, log = Told(), logging.getLogger("asyncloader")
@@ -97,7 +86,7 @@ def told() -> Iterator[Told]:
 
 async def test_a_store_that_comes_back_is_told(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line when the store has not answered for some seconds, a line when it answers, and none in a healthy run."""
-    monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
+    monkeypatch.setattr(network_client, "_SILENT_S", -1.0)
     with silent() as (sock, port):
         root = f"http://127.0.0.1:{port}"
         async with HttpTransport(root, retry=PATIENT) as transport:
@@ -135,7 +124,7 @@ class Objects(Dataset[Any]):
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 async def test_what_three_workers_see_is_told_once(told: Told, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The main process logs it, however the workers were started."""
-    monkeypatch.setattr(retrying_client, "_SILENT_S", -1.0)
+    monkeypatch.setattr(network_client, "_SILENT_S", -1.0)
     asked: Counter[bytes] = Counter()
 
     async def down_at_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,4 +151,4 @@ async def test_what_three_workers_see_is_told_once(told: Told, method: str, monk
 
 def impatient(worker: int) -> None:
     """Apply the test's change: a worker that is not forked does not have it."""
-    retrying_client._SILENT_S = -1.0
+    network_client._SILENT_S = -1.0

@@ -4,10 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
-from asyncloader.transports import http_session
 from asyncloader.transports.http import HttpTransport
 from asyncloader.transports.retry import RetryPolicy
 from asyncloader.transports.testing.subject import drain
@@ -45,19 +43,6 @@ async def answering(answer: Answer) -> AsyncGenerator[str]:
         yield "http://{}:{}".format(*server.sockets[0].getsockname())
 
 
-@pytest.fixture(params=["connections", "session"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over aiohttp's connections, and by its session, as for a version that is not known."""
-    if request.param == "session":
-        monkeypatch.setattr(http_session, "_KNOWN", ((0, 0), (0, 1)))
-
-
-def test_the_installed_version_of_aiohttp_is_known() -> None:
-    """Otherwise all requests go the slow way: see that the new version passes these tests, and extend `_KNOWN`."""
-    first, after = http_session._KNOWN
-    assert first <= tuple(map(int, aiohttp.__version__.split(".")[:2])) < after
-
-
 @pytest.mark.parametrize("idle", [False, True])
 async def test_an_answer_that_was_not_asked_for(idle: bool) -> None:
     """It is no answer to the next request, whether it came with the answer before or while the connection was idle."""
@@ -84,7 +69,6 @@ async def test_an_answer_that_was_not_asked_for(idle: bool) -> None:
         assert [*await asyncio.gather(transport.read("a"), transport.read("a"))] == [b"data", b"data"]
 
 
-@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("broken", [1, 2])
 async def test_a_connection_that_the_server_closes_when_it_is_used_again(broken: int) -> None:
     """The request is sent once more at once; if that connection is closed, too, it is a failure that is retried."""
@@ -100,7 +84,6 @@ async def test_a_connection_that_the_server_closes_when_it_is_used_again(broken:
         assert transport.retries.total == broken - 1
 
 
-@pytest.mark.usefixtures("way")
 async def test_what_is_sent() -> None:
     """Headers of the user's replace those of every request, in whatever case, and no header is sent twice."""
     asked: list[list[str]] = []
@@ -125,7 +108,6 @@ async def test_what_is_sent() -> None:
         ]
 
 
-@pytest.mark.usefixtures("way")
 async def test_a_header_that_would_end_its_line() -> None:
     """It is refused before anything is sent, and the error does not show its value, which may be a secret."""
     asked = []
@@ -141,7 +123,6 @@ async def test_a_header_that_would_end_its_line() -> None:
     assert "secret" not in str(raised.value)
 
 
-@pytest.mark.usefixtures("way")
 async def test_answers_before_the_answer() -> None:
     """Interim responses are read over."""
 

@@ -36,10 +36,6 @@ def opened(store: HttpStore, retry: RetryPolicy = SOON, **options: Any) -> HttpT
     return HttpTransport(store.url, retry=retry, **options)
 
 
-async def usual(store: HttpStore, request: web.Request) -> None:
-    """No fault."""
-
-
 def raw(answer: bytes) -> Fault:
     """Send these bytes as the answer, and end the connection."""
 
@@ -55,7 +51,7 @@ def raw(answer: bytes) -> Fault:
 # ------------------------------------------------------------------------------------------------ retries
 
 
-@pytest.mark.parametrize("code", [408, 429, 500, 502, 503, 504])
+@pytest.mark.parametrize("code", [408, 503])
 async def test_a_retryable_status_is_retried(store: HttpStore, code: int) -> None:
     """Requests to failing servers are retried until they succeed, and each retry is counted."""
     store.put("a", b"data")
@@ -117,17 +113,6 @@ async def test_a_loop_that_stood_still_uses_no_budget_up(store: HttpStore) -> No
         assert transport.retries.kinds == {"status 503": 1}
 
 
-async def test_nobody_listens() -> None:
-    """A refused connection is retried, then reported with the address and the system's error."""
-    async with serving() as gone:
-        url = gone.url
-    async with HttpTransport(url, retry=RetryPolicy(budget_s=0.1, first_delay_s=0.01)) as transport:
-        with pytest.raises(ReadFailed, match=r"no connection to 127\.0\.0\.1") as caught:
-            await transport.size("a")
-        assert caught.value.errno
-        assert transport.retries.kinds["connection"] > 0
-
-
 # ----------------------------------------------------------------------------------------------- broken downloads
 
 
@@ -186,15 +171,14 @@ async def test_a_broken_range_is_resumed_within_itself(store: HttpStore) -> None
     ],
     ids=["read", "stream", "range"],
 )
-@pytest.mark.parametrize("stall", [False, True])
 async def test_a_changed_object_is_never_mixed(
-    store: HttpStore, call: Callable[[HttpTransport], Awaitable[Any]], new: bytes | None, stall: bool
+    store: HttpStore, call: Callable[[HttpTransport], Awaitable[Any]], new: bytes | None
 ) -> None:
     """An object is replaced between the parts of its download: a stream that has given some bytes fails, and a read
     returns the new object, not the halves of two.
     """
     store.put("a", CONTENT)
-    store.faults["a"] += [broken(1 << 20, stall=stall), change(OTHER)]
+    store.faults["a"] += [broken(1 << 20), change(OTHER)]
     async with opened(store, stalled_s=0.5) as transport:
         if new is None:
             with pytest.raises(ReadFailed, match=r"'a'.*changed while it was read"):
@@ -202,51 +186,6 @@ async def test_a_changed_object_is_never_mixed(
         else:
             assert await call(transport) == new
         assert await transport.read("a") == OTHER
-
-
-async def test_ranges_of_one_call_are_of_one_version(store: HttpStore) -> None:
-    """An object that is replaced between two requests of `read_ranges` is an error."""
-    big = CONTENT * 2
-    store.put("a", big)
-    store.faults["a"] += [usual, change(bytes(len(big)))]
-    async with opened(store) as transport:
-        with pytest.raises(ReadFailed, match=r"'a'.*changed between the requests"):
-            await transport.read_ranges("a", [(0, 10), (3 << 20, 10)])
-
-
-async def test_without_a_validator_a_read_begins_again(store: HttpStore) -> None:
-    """Without an ETag the whole object is fetched again: here its new version, and never a mixture."""
-    store.put("a", CONTENT, etag="")
-    store.faults["a"] += [broken(1 << 20, stall=True), change(OTHER)]
-    async with opened(store, stalled_s=0.5) as transport:
-        assert await transport.read("a") == OTHER
-        assert transport.retries.resumed == 0
-    assert store.ranges_asked("a") == [None, None]
-
-
-@pytest.mark.parametrize("etag", ["", 'W/"weak"'])
-async def test_without_a_strong_validator_a_stream_begins_again(store: HttpStore, etag: str) -> None:
-    """Bytes that were given cannot be taken back, so the object is read again and compared with them."""
-    store.put("a", CONTENT, etag=etag)
-    store.faults["a"].append(broken(1 << 20, stall=True))
-    async with opened(store, stalled_s=0.5) as transport:
-        assert b"".join(await drain(transport.stream("a"))) == CONTENT
-        assert transport.retries.resumed == 1
-    assert store.ranges_asked("a") in ([None, None], [None, f"bytes=0-{len(CONTENT) - 1}"])
-
-
-@pytest.mark.parametrize("known", [True, False])
-async def test_a_server_without_ranges_is_resumed_by_skipping(store: HttpStore, known: bool) -> None:
-    """The same ETag on the whole object proves its version, too, and a changed ETag is noticed."""
-    store.ranges = False
-    store.put("a", CONTENT)
-    store.faults["a"] += [broken(1 << 20, stall=True), *([] if known else [change(OTHER)])]
-    async with opened(store, stalled_s=0.5) as transport:
-        if known:
-            assert await transport.read("a") == CONTENT
-            assert transport.retries.resumed == 1
-        else:
-            assert await transport.read("a") == OTHER  # no byte of the old version was returned
 
 
 # ------------------------------------------------------------------------------------------------- lying servers
@@ -279,18 +218,6 @@ async def test_an_object_without_a_length(store: HttpStore) -> None:
         assert await transport.read("a") == CONTENT
         with pytest.raises(ObjectTooLarge, match="more than max_bytes=5,000"):
             await transport.read("a", max_bytes=5000)
-
-
-@pytest.mark.parametrize(
-    "head",
-    ["", "Content-Range: bytes 1-5/9\r\n", "Content-Range: bytes 0-4/3\r\n", "Content-Range: bytes 0-9/99\r\n"],
-)
-async def test_another_range_than_asked(store: HttpStore, head: str) -> None:
-    """An answer with other bytes than asked for, or that contradicts itself, is refused."""
-    store.faults["a"].append(raw(f"HTTP/1.1 206 Partial Content\r\nContent-Length: 5\r\n{head}\r\n12345".encode()))
-    async with opened(store) as transport:
-        with pytest.raises(ReadFailed, match="'a'"):
-            await transport.read_range("a", 0, 5)
 
 
 async def test_a_server_that_hangs_up_in_the_handshake() -> None:
@@ -331,17 +258,6 @@ async def test_a_server_that_ignores_range(store: HttpStore, start: int) -> None
                 await transport.read_range("a", start, 10)
         with pytest.raises(RangeOutOfBounds):
             await transport.read_range("a", 5, len(CONTENT))
-
-
-async def test_a_range_past_the_end_of_an_object_without_a_length(store: HttpStore) -> None:
-    """If the server gives the whole object in chunks, its last chunk tells the size: the read is not retried."""
-    store.put("a", b"12345")
-    async with opened(store) as transport:
-        for start in [3, 30]:
-            store.faults["a"].append(chunked())
-            with pytest.raises(RangeOutOfBounds, match="has 5 bytes"):
-                await transport.read_range("a", start, 5)
-    assert len(store.asked) == 2
 
 
 async def test_a_range_of_the_object_that_is_refused(store: HttpStore) -> None:
@@ -388,15 +304,3 @@ async def test_a_declared_digest_is_checked(store: HttpStore, header: str) -> No
             await drain(transport.stream("bad"))
     async with opened(store, retry=NEVER, verify=False) as transport:
         assert await transport.read("bad") == CONTENT
-
-
-async def test_size_without_head(store: HttpStore) -> None:
-    """A server that refuses HEAD is asked for one byte; an empty object has no byte to give."""
-    store.heads = False
-    store.put("a", CONTENT)
-    store.put("empty", b"")
-    async with opened(store) as transport:
-        assert await transport.size("a") == len(CONTENT)
-        assert await transport.size("empty") == 0
-        with pytest.raises(ObjectNotFound):
-            await transport.size("b")

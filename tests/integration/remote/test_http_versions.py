@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from itertools import pairwise
@@ -24,7 +23,7 @@ from asyncloader.transports import (
     SizeUnknown,
 )
 from asyncloader.transports.testing.subject import drain
-from tests.helpers.http_store import Fault, HttpStore, broken, change, chunked, serving, status
+from tests.helpers.http_store import Fault, HttpStore, change, chunked, serving, status
 
 pytestmark = pytest.mark.network
 
@@ -125,45 +124,6 @@ async def test_a_start_past_the_end_of_an_object_without_ranges(store: HttpStore
             assert caught.value.size == len(CONTENT)
 
 
-async def test_a_broken_stream_from_the_middle(store: HttpStore) -> None:
-    """The stream continues at the byte where it broke, by Range and If-Range, like a stream from the beginning."""
-    seen = asyncio.Event()
-    store.faults["a"].append(broken(500_000, when=seen))
-    async with opened(store) as transport:
-        async with aclosing(transport.stream("a", start=1_000_000, chunk_size=1000)) as chunks:
-            got = [await anext(chunks)]
-            seen.set()
-            got += await drain(chunks)
-        assert b"".join(got) == CONTENT[1_000_000:]
-        assert transport.retries.resumed == 1
-    first, second = store.ranges_asked("a")
-    assert first == "bytes=1000000-"
-    assert second is not None
-    assert 1_000_000 < int(second.removeprefix("bytes=").removesuffix("-2097151")) <= 1_500_000
-    assert store.asked[1].headers["If-Range"] == store.objects["a"].etag
-
-
-async def test_a_broken_stream_from_the_middle_of_what_changed(store: HttpStore) -> None:
-    """The object has been replaced when the rest is requested: an error, never a mixture."""
-    seen = asyncio.Event()
-    store.faults["a"] += [broken(500_000, when=seen), change(OTHER)]
-    async with opened(store) as transport, aclosing(transport.stream("a", start=5, chunk_size=1000)) as chunks:
-        await anext(chunks)
-        seen.set()
-        with pytest.raises(ReadFailed, match="changed while it was read"):
-            await drain(chunks)
-
-
-async def test_failures_before_the_first_byte(store: HttpStore) -> None:
-    """A stream from the middle whose first request fails still begins at its start."""
-    store.faults["a"] += [status(503), broken(-1), broken(0)]
-    async with opened(store) as transport:
-        assert await streamed(transport, 7) == CONTENT[7:]
-    asked = store.ranges_asked("a")
-    assert asked[0] == "bytes=7-"
-    assert set(asked) <= {"bytes=7-", "bytes=7-2097151"}  # once the end is known, it is named
-
-
 @pytest.mark.parametrize("size", [len(CONTENT) - 1, len(CONTENT), len(CONTENT) + 1])
 async def test_416_without_a_size(store: HttpStore, size: int) -> None:
     """If a server refuses the range without a reason, the size is requested, and decides."""
@@ -196,15 +156,6 @@ async def test_answers_that_are_not_used(store: HttpStore, fault: Fault, text: s
     async with opened(store) as transport:
         with pytest.raises((ReadFailed, ObjectNotFound), match=text):
             await streamed(transport, 5)
-
-
-async def test_a_server_that_gives_less_than_asked_for(store: HttpStore) -> None:
-    """A part that ends before the object does is followed by a request for the next part."""
-    etag = store.objects["a"].etag or ""
-    store.faults["a"].append(answer(206, CONTENT[5:9], Content_Range=f"bytes 5-8/{len(CONTENT)}", ETag=etag))
-    async with opened(store) as transport:
-        assert await streamed(transport, 5) == CONTENT[5:]
-    assert store.ranges_asked("a") == ["bytes=5-", "bytes=9-2097151"]
 
 
 async def test_a_part_of_what_has_no_length(store: HttpStore) -> None:
@@ -268,14 +219,6 @@ async def test_the_version_of_an_error_page(store: HttpStore) -> None:
     store.faults["empty"] += [status(405), answer(416, b"page", Content_Range="bytes */0", ETag='"page"')]
     async with opened(store) as transport:
         assert await transport.info("empty") == (0, None)
-
-
-async def test_a_read_that_is_resumed_knows_its_version(store: HttpStore) -> None:
-    """The version is that of all bytes, over any number of requests."""
-    store.faults["a"].append(broken(1_000_000))
-    async with opened(store) as transport:
-        data, info = await transport.read_with_info("a")
-        assert (data, info.etag) == (CONTENT, store.objects["a"].etag)
 
 
 @pytest.mark.thorough

@@ -218,7 +218,7 @@ async def test_limits_on_requests(hub: Hub, kind: str, header: dict[str, str], m
 
     async with open_transport(ROOT, retry=QUICK) as transport:
         assert isinstance(transport, HuggingFaceTransport)
-        monkeypatch.setattr(transport._client.owner, "sleep", sleep)
+        monkeypatch.setattr(transport._client, "sleep", sleep)
         async with aclosing(transport.list()) as paths:
             assert [path async for path in paths] == ["README.md", "data/a"]
         assert await transport.read("data/a") == bytes(500)

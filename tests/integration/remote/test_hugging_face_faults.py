@@ -4,18 +4,16 @@ says what to do.
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 import pytest_asyncio
 from aiohttp import web
 
-from asyncloader import RemoteIterableDataset, RemoteMapDataset
+from asyncloader import RemoteMapDataset
 from asyncloader.transports import (
     AccessDenied,
     HuggingFaceTransport,
@@ -146,18 +144,6 @@ async def test_files_that_are_refused(hub: Hub, code: int, pinned: bool, monkeyp
         assert TOKEN not in str(denied.value)
 
 
-async def test_reasons_are_bounded(hub: Hub) -> None:
-    """What claims to be a reason cannot fill a log, or hold control characters."""
-    commit = hub.put("data/a", b"x")
-    headers = {"X-Error-Message": "\t\xff" + "x" * 5000}
-    hub.faults[f"/datasets/acme/digits/resolve/{commit}/data/a"].append(web.Response(status=403, headers=headers))
-    async with open_transport(ROOT, retry=QUICK) as transport:
-        with pytest.raises(AccessDenied) as denied:
-            await transport.read("data/a")
-    assert "\t" not in str(denied.value)
-    assert len(str(denied.value)) < 1000
-
-
 async def test_a_commit_that_is_gone(hub: Hub) -> None:
     """A folder that a commit does not have is empty. A commit that the Hub does not have any more is an error."""
     commit = hub.put("data/a", b"x")
@@ -170,47 +156,6 @@ async def test_a_commit_that_is_gone(hub: Hub) -> None:
             await listed(transport, "data/")
         hub.faults[target].append(web.Response(status=404, headers={"X-Error-Code": "EntryNotFound"}))
         assert await listed(transport, "data/") == []
-
-
-@pytest.mark.parametrize("kind", ["revision", "tree"])
-async def test_encoded_pages(hub: Hub, kind: str) -> None:
-    """A page that is compressed although it was asked for as it is: an error that proposes no option that hf:// has
-    not.
-    """
-    target = {"revision": "revision/main", "tree": f"tree/{hub.main}"}[kind]
-    body = gzip.compress(json.dumps({"sha": hub.main}).encode())
-    hub.faults[f"/api/datasets/acme/digits/{target}"].append(
-        web.Response(body=body, headers={"Content-Encoding": "gzip"})
-    )
-    async with open_transport(ROOT, retry=QUICK) as transport:
-        with pytest.raises(ReadFailed, match=r"its bytes are encoded \('gzip'\)") as refused:
-            await listed(transport)
-    assert "encoded=" not in str(refused.value)
-
-
-async def test_bodies_that_break_off(hub: Hub) -> None:
-    """A listing and a file are asked for again, from where they broke off or from the beginning, and are whole."""
-    for number in range(4):
-        hub.put(f"data/{number}", bytes([number]) * 500)
-    hub.large = 100
-
-    async def cut(request: web.Request) -> web.StreamResponse:
-        answer = web.StreamResponse()
-        answer.content_length = 400
-        await answer.prepare(request)
-        await answer.write(b'[{"type": "file", "pa')
-        assert request.transport is not None
-        request.transport.abort()
-        return answer
-
-    hub.breaks[f"/api/datasets/acme/digits/tree/{hub.main}"].append(cut)
-    hub.breaks["/api/datasets/acme/digits/revision/main"].append(cut)
-    for number in range(4):
-        hub.cdn.faults[f"{hub.main}/data/{number}"].append(broken(100 * number))
-    async with open_transport(ROOT, retry=QUICK) as transport:
-        assert await listed(transport, "data/") == [f"data/{number}" for number in range(4)]
-        for number in range(4):
-            assert await transport.read(f"data/{number}") == bytes([number]) * 500
 
 
 @pytest.mark.parametrize("etag", ['W/"a"', '"a"', "", "junk"])
@@ -262,52 +207,6 @@ async def test_a_page_that_is_missing(hub: Hub) -> None:
     async with open_transport(ROOT, retry=QUICK) as transport:
         with pytest.raises(ObjectNotFound, match="cursor=3' does not exist"):
             await listed(transport, "train/")
-
-
-@pytest.mark.parametrize("path", ["\ud800.jsonl", "a//b", "a\0", "./a"])
-async def test_paths_that_no_file_has(hub: Hub, path: str) -> None:
-    """A listing with such a path is refused."""
-    answer = web.json_response([{"type": "file", "path": path, "size": 1}])
-    hub.faults[f"/api/datasets/acme/digits/tree/{hub.main}"].append(answer)
-    async with open_transport(ROOT, retry=QUICK) as transport:
-        with pytest.raises(ReadFailed, match="a path that is not valid"):
-            await listed(transport)
-
-
-async def test_a_huge_page_does_not_stop_the_loop(hub: Hub) -> None:
-    """The loop runs while a page of a hundred thousand files is parsed."""
-    files = [
-        {"type": "file", "path": f"data/{number:06d}.jsonl", "size": 1, "oid": "0" * 40} for number in range(100_000)
-    ]
-    hub.faults[f"/api/datasets/acme/digits/tree/{hub.main}"].append(web.json_response(files))
-    async with open_transport(ROOT, retry=QUICK) as transport:
-        assert len(await listed(transport)) == 100_000
-
-
-async def test_a_branch_that_moves(hub: Hub) -> None:
-    """While its pages are read, and while its files are: all are of one commit."""
-    for number in range(8):
-        hub.put(f"train/part-{number}.jsonl", json.dumps({"n": number}).encode())
-    commit = hub.main
-    target = f"/api/datasets/acme/digits/tree/{commit}/train"
-
-    async def move(request: web.Request) -> None:
-        hub.put("train/part-9.jsonl", b'{"n": 9}')
-        hub.put("train/part-0.jsonl", b'{"n": 10}')
-
-    hub.breaks[target].append(move)
-    dataset = RemoteIterableDataset(f"{ROOT}/train/")
-    found = [sample["n"] async for sample in samples(dataset)]
-    assert sorted(found) == [*range(8)]
-    assert {quote(url, safe=":/@") for url in dataset.shard_urls} == {
-        f"{ROOT}@{commit}/train/part-{number}.jsonl" for number in range(8)
-    }
-
-
-async def samples(dataset: RemoteIterableDataset) -> AsyncIterator[Any]:
-    async with aclosing(aiter(dataset)) as found:
-        async for sample in found:
-            yield sample
 
 
 class Renamed:

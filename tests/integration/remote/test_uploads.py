@@ -11,7 +11,7 @@ from aiohttp import web
 
 from asyncloader import RemoteIterableDataset, write_shards
 from asyncloader.transports import AccessDenied, RetryPolicy, WriteFailed
-from asyncloader.transports.object_store_upload import PART_BYTES
+from asyncloader.transports.object_store_client import PART_BYTES
 from tests.helpers.http_store import Asked, Fault, status
 from tests.helpers.object_stores import (
     KEYS,

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import pytest
 
-from asyncloader.transports import MemoryTransport, ObjectNotFound, RangeOutOfBounds, Transport
+from asyncloader.transports import MemoryTransport, RangeOutOfBounds
 
 CONTENT = bytes(range(250))
 
@@ -52,17 +52,6 @@ async def test_near_ranges_are_one_request() -> None:
     assert sorted(transport.requests) == [(0, 12), (30, 5), (39, 12)]
 
 
-async def test_requests_overlap_up_to_the_bound() -> None:
-    """At most `range_requests` requests are in flight at once."""
-    transport = Gated()
-    reading = asyncio.create_task(transport.read_ranges("a", [(start, 1) for start in range(0, 250, 25)]))
-    await transport.full.wait()
-    assert len(transport.requests) == 3
-    transport.gate.set()
-    assert await reading == [CONTENT[start : start + 1] for start in range(0, 250, 25)]
-    assert transport.most_in_flight == 3
-
-
 async def test_failed_request_cancels_the_others_and_is_raised_as_it_is() -> None:
     """The caller gets the error itself, not a group, and no request is left running."""
 
@@ -90,23 +79,3 @@ async def test_cancelled_read_ranges_cancels_its_requests() -> None:
     with pytest.raises(asyncio.CancelledError):
         await reading
     assert (transport.in_flight, transport.cancelled) == (0, 3)
-
-
-async def test_leaving_the_block_closes() -> None:
-    """`async with` gives the transport itself, and closes it even if the block fails."""
-    transport = MemoryTransport()
-
-    async def use() -> None:
-        async with transport as entered:
-            assert entered is transport
-            await entered.read("a")
-
-    with pytest.raises(ObjectNotFound):
-        await use()
-    assert "closed" in repr(transport)
-
-
-def test_the_contract_is_abstract() -> None:
-    """A transport that lacks a method cannot be constructed."""
-    with pytest.raises(TypeError, match="abstract"):
-        Transport()  # type: ignore[abstract]

@@ -12,47 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.transports.client_owner import ClientOwner, Scope
 from asyncloader.transports.download import Download, read_blocks
 from asyncloader.transports.errors import ReadFailed, TransportError
+from asyncloader.transports.network_client import NetworkClient, Scope
+from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RequestFailed, RetryPolicy
-from asyncloader.transports.retrying_client import RetryingClient
 
 SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
-
-
-class Tag(NamedTuple):
-    """A version by its number. It can be compared with others only if `proves_bytes`."""
-
-    number: int
-    proves_bytes: bool
-
-    @property
-    def validator(self) -> str | None:
-        """The number, if it proves the bytes."""
-        return str(self.number) if self.proves_bytes else None
-
-    @property
-    def name(self) -> str | None:
-        """The number, if it proves the bytes."""
-        return self.validator
-
-    @property
-    def size(self) -> int | None:
-        """Not stated."""
-        return None
-
-    def differs(self, other: Tag) -> bool:
-        """Compares the numbers, if both prove the bytes."""
-        return self.proves_bytes and other.proves_bytes and self.number != other.number
-
-    def proves(self, other: Tag) -> bool:
-        """Compares the numbers, if they prove the bytes."""
-        return self.proves_bytes and self == other
-
-    def resembles(self, other: Tag) -> bool:
-        """Like `proves`."""
-        return self.proves(other)
 
 
 class Answer(NamedTuple):
@@ -86,11 +52,11 @@ class Store:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
 
-class StoreOwner(ClientOwner[Store]):
-    """An owner whose client is the store itself."""
+class StoreClient(NetworkClient[Store]):
+    """Requests to such a store, which is the client itself."""
 
-    def __init__(self, store: Store) -> None:
-        super().__init__("the test's transport", 1)
+    def __init__(self, store: Store, retry: RetryPolicy = SOON) -> None:
+        super().__init__("the test's transport", 1, retry)
         self.store = store
 
     def open_client(self) -> Store:
@@ -105,16 +71,12 @@ class StoreOwner(ClientOwner[Store]):
         """Return the client, which only has to be kept alive."""
         return client
 
-
-class StoreClient(RetryingClient[Store]):
-    """Requests to such a store."""
-
     def where(self, path: str | None) -> str:
         """A URL for error messages."""
         return f"test://{path or ''}"
 
 
-class StoreDownload(Download[StoreClient, Tag]):
+class StoreDownload(Download[StoreClient]):
     """Reads the store's responses, three bytes at a time."""
 
     def __init__(self, *args: Any) -> None:
@@ -124,7 +86,7 @@ class StoreDownload(Download[StoreClient, Tag]):
         self.at = 0
 
     async def _next(self, scope: Scope, most: int) -> bytes:
-        store = self._client.owner.use()
+        store = self._client.use()
         if self._done:
             return b""
         if self.answer is None:
@@ -133,7 +95,8 @@ class StoreDownload(Download[StoreClient, Tag]):
             self.answer = store.ask(first)
             self.left = self.answer.breaks_after
             self.at = 0 if self.answer.whole else first
-            self._check_version(self.at, Tag(self.answer.number, store.proves and not self.answer.silent))
+            named = store.proves and not self.answer.silent
+            self._check_version(self.at, Version(f'"{self.answer.number}"' if named else None))
             self._end = store.size if self._end is None else self._end
             end = self._asked_end()
             self._until = None if self.answer.whole or end == self._end else end
@@ -162,12 +125,12 @@ class StoreDownload(Download[StoreClient, Tag]):
 @asynccontextmanager
 async def client_of(store: Store) -> AsyncGenerator[StoreClient]:
     """A client; checks at the end that it has released its slot."""
-    client = StoreClient(StoreOwner(store), SOON)
+    client = StoreClient(store)
     try:
         yield client
-        assert not client.owner.slots.locked()
+        assert not client.slots.locked()
     finally:
-        await client.owner.aclose()
+        await client.aclose()
 
 
 def run(store: Store, use: Callable[[StoreClient], Awaitable[bytes]]) -> tuple[bytes, StoreClient]:
@@ -259,7 +222,7 @@ async def test_bytes_behind_a_stop_are_requested_when_they_are_wanted(proves: bo
         download = StoreDownload(client, "a", 2)
         download.ask_to(7)
         got = b"".join([await download.part(size) for size in (3, 2)])
-        assert (got, store.asked, client.owner.slots.locked()) == (store.content(1)[2:7], asked[:1], False)
+        assert (got, store.asked, client.slots.locked()) == (store.content(1)[2:7], asked[:1], False)
         while part := await download.part(3):
             got += part
         assert (got, store.asked) == (store.content(1)[2:], asked)
@@ -290,7 +253,7 @@ async def test_a_download_that_waits_for_a_slot_can_be_cancelled() -> None:
         waits.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waits
-        assert client.owner.slots.locked()
+        assert client.slots.locked()
         first.close()
 
 
@@ -298,7 +261,7 @@ async def test_blocks_of_two_versions_are_refused() -> None:
     """Ranges that several requests read are of one version, or an error names the object."""
     async with client_of(Store(9, [Answer(0), Answer(1)], proves=True)) as client:
         downloads = [StoreDownload(client, "a", start, 3) for start in (0, 6)]
-        with pytest.raises(ReadFailed, match="'a' in test:// changed between the requests for its parts") as caught:
+        with pytest.raises(ReadFailed, match="'a' changed while it was read") as caught:
             await read_blocks(client, "a", downloads, 2)
         assert caught.value.path == "a"
 
@@ -317,10 +280,10 @@ def test_a_spent_budget_names_the_attempts() -> None:
     """Without retries the first failure is the last, and counts as given up."""
 
     async def main() -> StoreClient:
-        client = StoreClient(StoreOwner(Store(9, [Answer(0, 0)], proves=True)), RetryPolicy(budget_s=0))
+        client = StoreClient(Store(9, [Answer(0, 0)], proves=True), RetryPolicy(budget_s=0))
         with pytest.raises(TransportError, match=r"reading 'a' failed: test://a: .*tried once: retries are off"):
             await StoreDownload(client, "a").rest()
-        await client.owner.aclose()
+        await client.aclose()
         return client
 
     assert asyncio.run(main()).counts.given_up == 1

@@ -25,7 +25,8 @@ LEAVES: dict[type[errors.TransportError], type[Exception]] = {
 
 def test_the_table_is_complete() -> None:
     """Every public error is the family's root or one of the classes tested here."""
-    assert {getattr(errors, name) for name in errors.__all__} == {errors.TransportError, *LEAVES}
+    found = {each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, LoaderError)}
+    assert found == {LoaderError, errors.TransportError, *LEAVES}
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
@@ -37,14 +38,6 @@ def test_leaf_is_ours_and_the_builtin_error(leaf: type[errors.TransportError]) -
 
 
 @pytest.mark.parametrize("leaf", [errors.TransportError, *LEAVES])
-def test_message_alone_makes_an_error(leaf: type[errors.TransportError]) -> None:
-    """An error of a worker is rebuilt from its text alone, and shows only that."""
-    error = leaf("what happened")
-    assert str(error) == "what happened"
-    assert error.path is None
-
-
-@pytest.mark.parametrize("leaf", [errors.TransportError, *LEAVES])
 def test_errors_pickle_with_their_attributes(leaf: type[errors.TransportError]) -> None:
     """Type, text, path and every further attribute survive."""
     error = leaf("what happened", path="a/b")
@@ -53,14 +46,6 @@ def test_errors_pickle_with_their_attributes(leaf: type[errors.TransportError]) 
     assert type(copy) is leaf
     assert str(copy) == "what happened"
     assert vars(copy) == vars(error)
-
-
-def test_sizes_survive_pickling() -> None:
-    """The sizes that explain an error are pickled with it."""
-    large = pickle.loads(pickle.dumps(errors.ObjectTooLarge("m", path="a", size=5, max_bytes=4)))
-    assert (large.path, large.size, large.max_bytes) == ("a", 5, 4)
-    outside = pickle.loads(pickle.dumps(errors.RangeOutOfBounds("m", path="a", size=5)))
-    assert (outside.path, outside.size) == ("a", 5)
 
 
 def test_numbers_of_the_system() -> None:

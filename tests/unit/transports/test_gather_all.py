@@ -9,45 +9,6 @@ import pytest
 from asyncloader.transports.base import gather_all
 
 
-async def test_results_come_in_the_order_of_the_calls() -> None:
-    """The order does not depend on which call ends first."""
-    gates = [asyncio.Event() for _ in range(3)]
-
-    async def call(number: int) -> int:
-        if number < 2:
-            await gates[number + 1].wait()
-        gates[number].set()
-        return number
-
-    assert await gather_all(call(number) for number in range(3)) == [0, 1, 2]
-
-
-async def test_no_calls() -> None:
-    """The result is an empty list."""
-    assert await gather_all([]) == []
-
-
-async def test_the_first_failure_ends_all() -> None:
-    """The failed call's error is raised bare, with its cause, when the others have been cancelled and have ended."""
-    cause = OSError("underneath")
-    ended: list[str] = []
-
-    async def fails() -> None:
-        raise ValueError("first") from cause
-
-    async def waits() -> None:
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            await asyncio.sleep(0)
-            ended.append("waits")
-
-    with pytest.raises(ValueError, match="first") as caught:
-        await gather_all([waits(), fails(), waits()])
-    assert caught.value.__cause__ is cause
-    assert ended == ["waits", "waits"]
-
-
 async def test_a_cancelled_caller_takes_the_calls_with_it() -> None:
     """No call outlives its caller."""
     begun, ended = asyncio.Event(), asyncio.Event()

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from yarl import URL
 
+from asyncloader.transports import open_transport
 from asyncloader.transports.http import HttpTransport
-from asyncloader.transports.http_client import origin_of
-from asyncloader.transports.http_session import MOST_ORIGINS
+from asyncloader.transports.http_client import _MOST_ORIGINS, origin_of
 
 
 @pytest.mark.parametrize("url", ["https://host", "https://HOST:443/a", "https://user:password@host/b?c"])
@@ -35,7 +37,42 @@ async def test_origins_without_end() -> None:
     """What is remembered of the origins that redirects name is bounded."""
     transport = HttpTransport("http://host/")
     client = transport._client
-    for number in range(2 * MOST_ORIGINS + 1):
-        client._find_proxy(("http", f"host{number}"))
-        assert 0 < len(client._proxies) <= MOST_ORIGINS
+    for number in range(2 * _MOST_ORIGINS + 1):
+        client._find_proxy(("http", f"host{number}", 80))
+        assert 0 < len(client._proxies) <= _MOST_ORIGINS
     await transport.aclose()
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n"
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept connections", "a connection for each request"])
+async def test_requests_grow_with_the_answers(keeps: bool) -> None:
+    """A server gets five at a time before its first answer, then more. A cancelled request holds up no other."""
+    arrived = answered = 0
+    crowds: list[tuple[int, int]] = []  # answers, and new connections without an answer, as each connection comes
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal arrived, answered
+        arrived += 1
+        crowds.append((answered, arrived - answered))
+        first = True
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                await asyncio.sleep(0.02)  # the server's latency: as long as many connections take
+                answered, first = answered + first, False
+                writer.write(HEAD + (b"" if keeps else b"Connection: close\r\n") + b"\r\nx")
+                if not keeps:
+                    break
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server, open_transport(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as transport:
+        reads = [asyncio.create_task(transport.read(f"{number}")) for number in range(150)]
+        await asyncio.sleep(0)
+        for each in reads[20:40]:
+            each.cancel()
+        found = await asyncio.gather(*reads, return_exceptions=True)
+        assert transport._client._granted > 100  # type: ignore[attr-defined]
+    assert [each == b"x" for each in found].count(True) == 130
+    assert max(crowd for answers, crowd in crowds if not answers) == 5

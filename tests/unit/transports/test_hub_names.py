@@ -85,13 +85,6 @@ def test_bad_entries(entry: object) -> None:
         files_of(json.dumps([entry]).encode(), "there")
 
 
-def test_answers() -> None:
-    """Directories are left out."""
-    page = [{"type": "directory", "path": "data"}, {"type": "file", "path": "data/a", "size": 3, "lfs": {}}]
-    assert files_of(json.dumps(page).encode(), "there") == [("data/a", 3)]
-    assert commit_of(json.dumps({"sha": COMMIT}).encode(), "there") == COMMIT
-
-
 @pytest.mark.parametrize(
     ("link", "target"),
     [

@@ -28,44 +28,11 @@ def read(plan: ReadPlan) -> list[bytes]:
     return [CONTENT[block.start : block.end] for block in plan.blocks]
 
 
-def test_near_ranges_share_a_block() -> None:
-    """The picture in the module: two near ranges are one read, the far range is another read."""
-    plan = plan_ranges([(0, 7), (9, 5), (40, 9)], max_gap=2)
-    assert plan.blocks == (ByteRange(0, 14), ByteRange(40, 9))
-    assert plan.cuts == (Cut(0, 0, 7), Cut(0, 9, 5), Cut(1, 0, 9))
-
-
-def test_gap_limit_is_exact() -> None:
-    """A gap of `max_gap` bytes is read over, a gap of one byte more is not."""
-    assert len(plan_ranges([(0, 1), (4, 1)], max_gap=3).blocks) == 1
-    assert len(plan_ranges([(0, 1), (5, 1)], max_gap=3).blocks) == 2
-
-
-def test_size_limit_is_exact() -> None:
-    """A joined block may have `max_size` bytes, not one more."""
-    assert plan_ranges([(0, 5), (5, 5)], max_size=10).blocks == (ByteRange(0, 10),)
-    assert plan_ranges([(0, 5), (5, 6)], max_size=10).blocks == (ByteRange(0, 5), ByteRange(5, 6))
-
-
-def test_a_long_range_is_not_split() -> None:
-    """A range above `max_size` is one read, and serves the ranges inside of it."""
-    plan = plan_ranges([(10, 5), (0, 100), (99, 1)], max_size=10)
-    assert plan.blocks == (ByteRange(0, 100),)
-
-
 def test_a_range_inside_another_costs_nothing() -> None:
     """Of two ranges that begin alike the longer serves both, even if it exceeds `max_size`."""
     plan = plan_ranges([(0, 4), (0, 100)], max_size=10)
     assert plan.blocks == (ByteRange(0, 100),)
     assert plan.cuts == (Cut(0, 0, 4), Cut(0, 0, 100))
-
-
-def test_nothing_asked_nothing_read() -> None:
-    """No ranges, or empty ranges, need no read."""
-    assert plan_ranges([]) == ReadPlan((), ())
-    plan = plan_ranges([(5, 0), (0, 0)])
-    assert plan.blocks == ()
-    assert plan.cut([]) == [b"", b""]
 
 
 def test_an_answer_that_is_its_block_is_not_copied() -> None:
@@ -126,13 +93,3 @@ def test_blocks_are_few(ranges: list[tuple[int, int]], gap: int, size: int | Non
         assert left.start < right.start
         assert left.end < right.end
         assert right.start - left.end > gap or (size is not None and right.end - left.start > size)
-
-
-@given(asked_ranges, gaps, sizes, st.randoms(use_true_random=False))
-def test_blocks_do_not_depend_on_the_order(
-    ranges: list[tuple[int, int]], gap: int, size: int | None, shuffle: random.Random
-) -> None:
-    """The same ranges in another order are read by the same requests."""
-    shuffled = shuffle.sample(ranges, len(ranges))
-    plans = [plan_ranges(each, max_gap=gap, max_size=size) for each in (ranges, shuffled)]
-    assert plans[0].blocks == plans[1].blocks

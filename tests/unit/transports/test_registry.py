@@ -9,7 +9,6 @@ import pytest
 
 from asyncloader.transports import (
     LocalTransport,
-    MemoryTransport,
     TransportError,
     UnknownScheme,
     known_schemes,
@@ -54,19 +53,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_files(url: str | Path) -> None:
     """A file URL, a plain path and a Path object mean a local directory; so does a name with a colon."""
     assert isinstance(open_transport(url), LocalTransport)
-
-
-def test_memory() -> None:
-    """Options are passed to the constructor."""
-    transport = open_transport("memory://", objects={"a": b"1"})
-    assert isinstance(transport, MemoryTransport)
-    assert "objects=1" in repr(transport)
-
-
-def test_unknown_option() -> None:
-    """An option that the transport does not have is an error, not ignored."""
-    with pytest.raises(TypeError, match="retries"):
-        open_transport("memory://", retries=3)
 
 
 def test_unknown_scheme_lists_what_is_known(install: Install) -> None:

@@ -3,14 +3,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import time
 import weakref
 
 import pytest
 
-from asyncloader.transports import request_deadlines
-from asyncloader.transports.client_owner import ClientOwner
 from asyncloader.transports.errors import TransportClosed, TransportError
+from asyncloader.transports.network_client import NetworkClient
+from asyncloader.transports.retry import RetryPolicy
 from tests.helpers.forking import fork
 
 pytestmark = pytest.mark.loops
@@ -24,13 +23,17 @@ class Client:
         self.left = False
 
 
-class Owner(ClientOwner[Client]):
+class Owner(NetworkClient[Client]):
     """Owns such clients, and records the clients that it opened."""
 
     def __init__(self, requests: int = 1) -> None:
-        super().__init__("the test's transport", requests)
+        super().__init__("the test's transport", requests, RetryPolicy())
         self.opened: list[Client] = []
         self.refuses = False
+
+    def where(self, path: str | None) -> str:
+        """A URL for error messages."""
+        return f"test://{path or ''}"
 
     def open_client(self) -> Client:
         """Open a client; raise an error while `refuses` is set."""
@@ -115,18 +118,6 @@ async def test_another_loop_is_refused_while_the_first_is_open() -> None:
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_a_client_that_cannot_be_opened_is_asked_for_again() -> None:
-    """The call raises, and the next use tries again to open a client."""
-    owner = Owner()
-    owner.refuses = True
-    with pytest.raises(TransportError, match="none can be made"):
-        async with owner.scope():
-            raise AssertionError
-    owner.refuses = False
-    assert owner.use() is owner.opened[0]
-    await owner.aclose()
-
-
 async def test_each_call_has_its_own_limit() -> None:
     """Each call ends by its own time-out, in any order; a call without a time-out continues."""
     owner = Owner()
@@ -141,30 +132,6 @@ async def test_each_call_has_its_own_limit() -> None:
     await owner.aclose()
     with pytest.raises(TransportClosed):
         await stays
-
-
-async def test_what_came_while_the_loop_stood_still_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped, or a loop that was blocked, for longer than a limit does not end the wait."""
-    monkeypatch.setattr(request_deadlines, "_STOOD_STILL", 0.5)  # ample for a few turns, on a busy machine too
-    owner = Owner()
-    async with owner.scope() as scope:
-        scope.limit(0.01)
-        time.sleep(0.7)  # noqa: ASYNC251 - the loop stands still: that is what is tested, nothing is waited for
-        for _ in range(10):  # received data is read in a few turns of the loop
-            await asyncio.sleep(0)
-    await owner.aclose()
-
-
-async def test_a_loop_that_is_blocked_again_and_again_has_time_outs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two limits in a row that were noticed late only the first is extended."""
-    monkeypatch.setattr(request_deadlines, "_STOOD_STILL", 0.05)
-    owner = Owner()
-    call = await waiting(owner, 0.01)
-    while not call.done():
-        time.sleep(0.12)  # noqa: ASYNC251 - the loop stands still, as above
-        await asyncio.sleep(0)
-    assert isinstance(call.exception(), TimeoutError)
-    await owner.aclose()
 
 
 async def test_closing_ends_the_calls_and_then_closes_once() -> None:
@@ -193,16 +160,6 @@ async def test_closing_ends_the_calls_and_then_closes_once() -> None:
     await owner.aclose()
 
 
-async def test_closing_ends_a_sleep() -> None:
-    """A back-off counts as a call in progress."""
-    owner = Owner()
-    sleeping = asyncio.create_task(owner.sleep(10_000))
-    await asyncio.sleep(0)
-    await owner.aclose()
-    with pytest.raises(TransportClosed):
-        await sleeping
-
-
 async def test_a_cancelled_caller_leaves_the_closing_to_the_others() -> None:
     """The client is closed even if the first caller was cancelled."""
     owner = Owner()
@@ -228,15 +185,6 @@ async def test_closing_begins_again_when_all_tasks_were_cancelled() -> None:
     assert not client.closed
     await owner.aclose()
     assert client.closed
-
-
-async def test_a_closed_client_is_let_go() -> None:
-    """The owner keeps no reference, so a client that is closed by garbage collection is closed."""
-    owner = Owner()
-    client = weakref.ref(owner.use())
-    owner.opened.clear()
-    await owner.aclose()
-    assert client() is None
 
 
 def test_a_forked_child_leaves_the_parents_client_alone() -> None:
