@@ -116,8 +116,11 @@ class EpochAssignment:
     def _restore_log(self, saved: Any, plan: Sequence[Assignment], shards: int) -> AssignmentLog:
         try:
             digest, done = saved["plan"], saved["done"]
-            back = [_assignment(assignment) for assignment in saved["back"]]
-            returned = [Returned(tuple(order), _assignment(assignment)) for order, assignment in saved["returned"]]
+            back = [tuple(map(CatalogRange._make, assignment)) for assignment in saved["back"]]
+            returned = [
+                Returned(tuple(order), tuple(map(CatalogRange._make, assignment)))
+                for order, assignment in saved["returned"]
+            ]
             returned.sort(key=lambda each: each.order)
             assignments = back + [each.assignment for each in returned]
             # The state comes from a file: each number is checked before it is used as an index.
@@ -160,17 +163,9 @@ class EpochAssignment:
             "key": self._key,
             "plan": self._digest,
             "done": state.done,
-            "back": [_plain(assignment) for assignment in state.back],
-            "returned": [[list(order), _plain(assignment)] for order, assignment in state.returned],
+            "back": [[*map(list, assignment)] for assignment in state.back],
+            "returned": [[list(order), [*map(list, assignment)]] for order, assignment in state.returned],
         }
-
-
-def _assignment(plain: Any) -> Assignment:
-    return tuple(CatalogRange(*shard_range) for shard_range in plain)
-
-
-def _plain(assignment: Assignment) -> list[list[Any]]:
-    return [list(shard_range) for shard_range in assignment]
 
 
 def _taken(state: Any) -> int:
@@ -197,7 +192,7 @@ def _digest(names: Sequence[str], plan: Sequence[Assignment], shuffle: int) -> s
     for first in range(0, len(plan), _TOGETHER):
         some = plan[first : first + _TOGETHER]
         if isinstance(some, SingleRanges):
-            text = "".join([f"[({number}, 0, None, False)]" for number in some.ranges.numbers.tolist()])
+            text = "".join([f"[({number}, 0, None, False)]" for number in some.keys.keys.tolist()])
         else:
             text = "".join([repr([tuple(shard_range) for shard_range in assignment]) for assignment in some])
         digest.update(text.encode())

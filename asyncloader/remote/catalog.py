@@ -10,11 +10,14 @@ import hashlib
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, overload
+from copy import copy
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from asyncloader.formats import MdsShard, ShardFormat, shard_format
 from asyncloader.formats.base import base_name
 from asyncloader.formats.mds import mds_entry, parse_mds_entry
+
+T = TypeVar("T")
 
 PARQUET = ShardFormat("parquet", None)
 """Not read by a push parser: see `formats.parquet`."""
@@ -62,29 +65,46 @@ class Shard(NamedTuple):
     stated: int | None = None
 
 
-class PlainShards(Sequence[Shard]):
-    """Shards of one format of which nothing else is known. Each is made when it is asked for: there may be a million.
+class LazySequence(Sequence[T], Generic[T]):
+    """Elements of which each is made of its key when it is asked for: there may be a million.
+
+    Args:
+        keys: of the elements.
+    """
+
+    def __init__(self, keys: Any) -> None:
+        self.keys = keys
+
+    def make(self, key: Any) -> T:
+        """Return the element of a key."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, at: Any) -> Any:
+        if not isinstance(at, slice):
+            return self.make(self.keys[at])
+        some = copy(self)
+        some.keys = self.keys[at]
+        return some
+
+
+class PlainShards(LazySequence[Shard]):
+    """Shards of one format of which nothing else is known.
 
     Attributes:
-        urls: of the shards, as `PlainFormats.find` takes them: no URL has a query.
+        keys: the shards' URLs, as `PlainFormats.find` takes them: no URL has a query.
         format: of all of them.
     """
 
     def __init__(self, urls: list[str], format: ShardFormat) -> None:
-        self.urls = urls
+        super().__init__(urls)
         self.format = format
 
-    def __len__(self) -> int:
-        return len(self.urls)
-
-    @overload
-    def __getitem__(self, at: int) -> Shard: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[Shard]: ...
-
-    def __getitem__(self, at: int | slice) -> Shard | Sequence[Shard]:
-        return PlainShards(self.urls[at], self.format) if isinstance(at, slice) else Shard(self.urls[at], self.format)
+    def make(self, key: str) -> Shard:
+        """Return the shard of a URL."""
+        return Shard(key, self.format)
 
 
 def named_format(format: ShardFormat | str | None) -> ShardFormat | None:
@@ -161,7 +181,7 @@ _FORMATS = ("tar", "jsonl", "tfrecord", "mds", "parquet", "custom")
 def plain_list(shards: Sequence[Shard]) -> dict[str, Any]:
     """Return the values of shards that were listed, in columns, as JSON has them."""
     if isinstance(shards, PlainShards):
-        one: dict[str, Any] = {"urls": shards.urls, "formats": [shards.format], "format_of": None}
+        one: dict[str, Any] = {"urls": shards.keys, "formats": [shards.format], "format_of": None}
         return one | {"sizes": None, "stated": None, "mds": None}
     formats = {each: number for number, each in enumerate(dict.fromkeys(shard.format for shard in shards))}
     return {

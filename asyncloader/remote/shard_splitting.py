@@ -13,13 +13,13 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from asyncloader.formats import ShardFormat, ShardRange, cut_shard
-from asyncloader.remote.catalog import PARQUET, PlainShards, Shard
+from asyncloader.remote.catalog import PARQUET, LazySequence, PlainShards, Shard
 
 RANGES_PER_WORKER = 4
 """Fewer shards than this per worker are cut into this number of ranges per worker: enough to balance the epoch's end.
@@ -68,51 +68,20 @@ def is_catalog_range(shard_range: Any, shards: float = math.inf) -> bool:
     return all(map(is_count, (shard, start, 0 if stop is None else stop))) and shard < shards and isinstance(sync, bool)
 
 
-class WholeShards(Sequence[CatalogRange]):
-    """Ranges that are whole shards. Each is made when it is asked for: there may be a million.
+class WholeShards(LazySequence[CatalogRange]):
+    """Ranges that are whole shards; their keys are the shards' numbers in the catalog, an array."""
 
-    Attributes:
-        numbers: of the shards in the catalog.
-    """
-
-    def __init__(self, numbers: npt.NDArray[np.int64]) -> None:
-        self.numbers = numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    @overload
-    def __getitem__(self, at: int) -> CatalogRange: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[CatalogRange]: ...
-
-    def __getitem__(self, at: int | slice) -> CatalogRange | Sequence[CatalogRange]:
-        return WholeShards(self.numbers[at]) if isinstance(at, slice) else CatalogRange(int(self.numbers[at]))
+    def make(self, key: np.int64) -> CatalogRange:
+        """Return the range of a shard."""
+        return CatalogRange(int(key))
 
 
-class SingleRanges(Sequence[tuple[CatalogRange, ...]]):
-    """Assignments of one range each. Each is made when it is asked for.
+class SingleRanges(LazySequence[Assignment]):
+    """Assignments of one range each; their keys are `WholeShards`."""
 
-    Attributes:
-        ranges: of the assignments.
-    """
-
-    def __init__(self, ranges: WholeShards) -> None:
-        self.ranges = ranges
-
-    def __len__(self) -> int:
-        return len(self.ranges)
-
-    @overload
-    def __getitem__(self, at: int) -> tuple[CatalogRange, ...]: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[tuple[CatalogRange, ...]]: ...
-
-    def __getitem__(self, at: Any) -> Any:
-        chosen = self.ranges[at]
-        return SingleRanges(chosen) if isinstance(chosen, WholeShards) else (chosen,)
+    def make(self, key: CatalogRange) -> Assignment:
+        """Return the assignment of a range."""
+        return (key,)
 
 
 class SampleEdges:
@@ -157,7 +126,7 @@ def can_cut(shard: Shard) -> bool:
 def taken(ranges: Sequence[CatalogRange], order: npt.NDArray[np.int64]) -> Sequence[CatalogRange]:
     """Return the ranges at these places, in this order."""
     if isinstance(ranges, WholeShards):
-        return WholeShards(ranges.numbers[order])
+        return WholeShards(ranges.keys[order])
     return [ranges[at] for at in order.tolist()]
 
 

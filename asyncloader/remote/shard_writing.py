@@ -112,7 +112,7 @@ class ShardWriter:
         self._settings = json.loads(json.dumps({"format": names.format, **about}))
         self._overwrite = overwrite
         self._earlier: Mapping[int, ShardRecord] = {}  # of the run that this one continues or repeats
-        self._complete = False  # that run was: the shards after its last one are written once its own are compared
+        self._complete = False  # that run was
         self._done: dict[int, ShardRecord] = {}
         self._pool = BlockingPool("shards", max(2, min(8, os.cpu_count() or 1)))
         self._stopped = False
@@ -201,12 +201,10 @@ class ShardWriter:
     async def _begin(self, shard: CutShard) -> None:
         """Start to write a shard, as soon as the memory allows it."""
         if self._complete and shard.number not in self._earlier:
-            # Samples that are others than those of the shards before must not add a shard to them.
-            while not self._earlier.keys() <= self._done.keys():
-                self._freed.clear()
-                await self._freed.wait()
-            await self._write_index(complete=False)  # a writer that is killed leaves a shard that is not recorded
-            self._complete = False
+            raise FileExistsError(
+                f"{self._url(self._names.index_name)} is of {len(self._earlier)} complete shards, and there are more "
+                "samples now: choose another name, or delete all by overwrite=True"
+            )
         # By the limit, not by the shard's size: the next shard grows while this one is uploaded.
         while self._uploading and (
             self._uploaded_bytes + shard.size + self._max_bytes > self._buffer_bytes or self._uploading >= MOST_AT_ONCE
@@ -332,7 +330,7 @@ class ShardWriter:
             await gather_all(self._delete(index_name(name)) for name in stored)
 
     def _repeat(self, index: ShardIndex, stored: Mapping[str, None]) -> None:
-        """Compare the samples with those of a run that is complete, and write the shards behind its last."""
+        """Compare the samples with those of a run that is complete."""
         if others := self._take(index, stored):
             raise FileExistsError(
                 f"{self._url(others[0])} exists, and is none of the {len(index.shards)} shards that write_shards "

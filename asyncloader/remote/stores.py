@@ -297,7 +297,7 @@ def strip_signature(url: str) -> str:
 def names_of(shards: Sequence[Shard]) -> list[str]:
     """Return the URLs that identify the shards in a state, without signatures."""
     if isinstance(shards, PlainShards):
-        return list(shards.urls)
+        return list(shards.keys)
     return [strip_signature(each.url) if scheme_of(each.url) in _WEB else each.url for each in shards]
 
 

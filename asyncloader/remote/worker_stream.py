@@ -332,7 +332,7 @@ class WorkerStream:
     def _look_ahead(self) -> None:
         """Open ranges after the current range early, including those of the next assignment if it is known."""
         if self._todo:
-            behind = [*islice(self._todo, 1, None), *map(_catalog_range, self._assigned or ())]
+            behind = [*islice(self._todo, 1, None), *map(CatalogRange._make, self._assigned or ())]
             self._ahead.look(self._todo[0], behind)
 
     # ------------------------------------------------------------------------------------------------- assignments
@@ -367,7 +367,7 @@ class WorkerStream:
             self._begin(answer.assignment)
 
     def _begin(self, assignment: Iterable[Sequence[Any]]) -> None:
-        self._todo.extend(map(_catalog_range, assignment))
+        self._todo.extend(map(CatalogRange._make, assignment))
         self._assigned = None
         self._taken += 1
         self._dry = False
@@ -409,8 +409,8 @@ class WorkerStream:
             "asked": self._asked,
             "dry": self._dry,
             "over": self._over,
-            "todo": [list(shard_range) for shard_range in self._todo],
-            "carry": _plain(merge_ranges([*kept, *ranges_of(self._carry)])),
+            "todo": [*map(list, self._todo)],
+            "carry": [*map(list, merge_ranges([*kept, *ranges_of(self._carry)]))],
             "blocks": None,
         }
         if blocks is not None:
@@ -419,8 +419,8 @@ class WorkerStream:
                 "aim": blocks.aim,
                 "given": blocks.given,
                 "size": len(blocks.block),
-                "block": _plain(self._block),
-                "filling": _plain(self._filling),
+                "block": [*map(list, self._block)],
+                "filling": [*map(list, self._filling)],
             }
         return state
 
@@ -428,7 +428,7 @@ class WorkerStream:
         """Resume from `state`; `refill` fills the shuffle buffer again."""
         self._batch, self._taken, self._asked = state["batch"], state["taken"], state["asked"]
         self._dry, self._over = state["dry"], state["over"]
-        self._todo.extend(CatalogRange(*shard_range) for shard_range in state["todo"])
+        self._todo.extend(map(CatalogRange._make, state["todo"]))
         self._saved = state
         # This request was pending when the state was saved: it keeps its batch, and so its place in the order.
         if self._asked is not None and not self._over:
@@ -440,8 +440,8 @@ class WorkerStream:
         saved = state["blocks"]
         if self._blocks is None or saved is None:
             return
-        self._block = [CatalogRange(*shard_range) for shard_range in saved["block"]]
-        self._filling = [CatalogRange(*shard_range) for shard_range in saved["filling"]]
+        self._block = [*map(CatalogRange._make, saved["block"])]
+        self._filling = [*map(CatalogRange._make, saved["filling"])]
         block = await self._read_again(saved["block"])
         if len(block) != saved["size"]:
             raise StateError(
@@ -472,14 +472,6 @@ class WorkerStream:
 
 def _each(run: SampleRun) -> list[Taken]:
     return [(run, index) for index in range(len(run.samples))]
-
-
-def _catalog_range(fields: Sequence[Any]) -> CatalogRange:
-    return CatalogRange(*fields)
-
-
-def _plain(shard_ranges: Iterable[CatalogRange]) -> list[list[Any]]:
-    return [list(shard_range) for shard_range in shard_ranges]
 
 
 class LocalAssignments:

@@ -401,6 +401,9 @@ async def test_an_existing_target_is_refused_or_overwritten() -> None:
         await write()
     await store.delete("train-999.tar")
     assert store._objects == before
+    await write(list(samples_of("tar"))[: shards[0].samples], overwrite=True)
+    with pytest.raises(FileExistsError, match="is of 1 complete shards, and there are more samples now"):
+        await write()
     few = await write(list(samples_of("tar"))[:3], overwrite=True)
     assert len(few) == 1
     assert store._objects.keys() == {"train-000.tar", "_train-000.tar.samples", "_train-index.tar.json"}

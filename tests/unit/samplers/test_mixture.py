@@ -173,18 +173,6 @@ def test_repeat_far_away() -> None:
 
 
 @settings(deadline=None)
-@given(mixtures("stop"))
-def test_stop_ends_when_the_first_dataset_is_used_up(sampler: MixtureSampler) -> None:
-    """That dataset's last sample is the last of every epoch; no sample is repeated within an epoch."""
-    indices = list(sampler)
-    counts = [len(each) for each in by_source(sampler, indices)]
-    last = source_of(sampler, indices[-1])
-    assert counts[last] == sampler._sizes[last]
-    for source, count in enumerate(counts):
-        assert count < sampler._sizes[source] or source == last
-
-
-@settings(deadline=None)
 @given(mixtures("drop"))
 def test_drop_gives_every_sample_once(sampler: MixtureSampler) -> None:
     """Every sample of datasets with a weight is given once; when a dataset is used up, the others keep proportion."""
