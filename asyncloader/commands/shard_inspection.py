@@ -56,7 +56,7 @@ async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> lis
         shards = await find_shards(urls, stores, format)
         leave = (ObjectNotFound, ShardError)
         shards = await with_counts(await with_sizes(shards, stores, leave=leave), stores, leave=leave)
-        promises, others = await read_records(shards, stores)
+        promises, others = await read_records(shards, stores, listed=True)
         found: dict[int, _Read] = {}
         if read:
             waiting = iter(enumerate(shards))

@@ -84,45 +84,36 @@ class _Series(NamedTuple):
     after: str
 
 
-async def read_promises(shards: Sequence[Shard], stores: Stores) -> dict[int, Promise]:
-    """Return what indexes say of shards, by the shards' places. Nothing of it has been checked.
-
-    Raises:
-        TransportError: the store cannot be read; an index that is missing or damaged is no error.
-    """
-    uncounted = [at for at, shard in enumerate(shards) if shard.samples is None and shard.format != PARQUET]
-    return (await _read_all(uncounted, shards, stores)).promises
-
-
 async def with_recorded_sizes(shards: Sequence[Shard], stores: Stores) -> Sequence[Shard]:
     """Return shards with the sizes that indexes record (`Shard.stated`): of local files, whose indexes are cheap to
     look for.
 
     Raises:
-        TransportError: as `read_promises`.
+        TransportError: as `read_records`.
     """
     if stores.transport is not None or len(shards) > _MOST_LOCAL:
         return shards
     if not all(scheme_of(shard.url) == "file" for shard in shards):
         return shards
-    promises = await read_promises(shards, stores)
+    promises = (await read_records(shards, stores)).promises
     if not promises:
         return shards
     return [shard._replace(stated=promises[at].size) if at in promises else shard for at, shard in enumerate(shards)]
 
 
-async def read_records(shards: Sequence[Shard], stores: Stores) -> Records:
-    """Return what `read_promises` does, and the shards that the indexes list besides. Nothing of it has been checked.
+async def read_records(shards: Sequence[Shard], stores: Stores, *, listed: bool = False) -> Records:
+    """Return what indexes say of shards without a known number of samples. Nothing of it has been checked.
+
+    Args:
+        shards: the shards.
+        stores: find the transports.
+        listed: look for the indexes of all shards, for `Records.others`.
 
     Raises:
-        TransportError: as `read_promises`.
+        TransportError: the store cannot be read; an index that is missing or damaged is no error.
     """
-    found = await _read_all(range(len(shards)), shards, stores)
-    uncounted = {at: each for at, each in found.promises.items() if shards[at].samples is None}
-    return Records(uncounted, found.others)
-
-
-async def _read_all(places: Sequence[int], shards: Sequence[Shard], stores: Stores) -> Records:
+    uncounted = {at for at, shard in enumerate(shards) if shard.samples is None and shard.format != PARQUET}
+    places = range(len(shards)) if listed else sorted(uncounted)
     members: dict[_Series, list[tuple[int, str]]] = defaultdict(list)
     for at in places:
         if shards[at].mds is None:
@@ -131,7 +122,7 @@ async def _read_all(places: Sequence[int], shards: Sequence[Shard], stores: Stor
     largest = Counter({series: len(found) for series, found in members.items()}).most_common(MOST_INDEXES)
     found = Records({}, [])
     for promises, others in await gather_all(_read(series, members[series], shards, stores) for series, _ in largest):
-        found.promises.update(promises)
+        found.promises.update({at: each for at, each in promises.items() if at in uncounted})
         found.others.extend(others)
     return found
 

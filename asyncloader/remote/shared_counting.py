@@ -26,7 +26,7 @@ from asyncloader.errors import RanksDisagree
 from asyncloader.ranks.agreement import Agreement
 from asyncloader.ranks.exchange import RankExchange, difference, in_daemon
 from asyncloader.remote.catalog import Shard, plain_list, read_list
-from asyncloader.remote.index_counts import Promise, read_promises
+from asyncloader.remote.index_counts import Promise, read_records
 from asyncloader.remote.prefetch import Open
 from asyncloader.remote.sample_counts import Counted, count_shards, hash_of, read_counts, write_counts
 from asyncloader.remote.shard_sizes import RAISED_WHEN_READ, for_each, with_counts
@@ -75,7 +75,7 @@ async def count_samples(counting: Counting, shards: Sequence[Shard]) -> list[Cou
         TransportError: a shard cannot be counted, and the error is not about its samples.
     """
     unknown = [at for at, shard in enumerate(shards) if shard.samples is None]
-    promises = await read_promises(shards, counting.stores)
+    promises = (await read_records(shards, counting.stores)).promises
     kept = await _kept(counting)
     part = await _count(counting, shards, unknown, promises, kept)
     await _keep(counting, part, kept)
@@ -109,7 +109,7 @@ async def count_together(
     if ranks.rank == 0:
         try:
             shards = list(await find())
-            promises = await read_promises(shards, counting.stores)
+            promises = (await read_records(shards, counting.stores)).promises
         except Exception as failed:
             error = failed
     await ranks.check(error)
