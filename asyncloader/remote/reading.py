@@ -4,7 +4,8 @@ Data path: transport -> prefetch.StreamBuffer -> [reading: push parser] -> prefe
 
 The parser is a push parser without I/O (`formats.base`); this module feeds it. Compressed shards are decompressed in a
 thread, because zlib and zstd release the GIL. All other parsing runs in the event loop, in chunks that are small enough
-to keep the loop responsive. Parquet is read by byte ranges instead: `parquet_reading`.
+to keep the loop responsive. Parquet is read by byte ranges instead: `parquet_reading`. All samples of a shard that a
+worker reads are of one version, over all ranges and errors (`Pins`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,14 @@
-"""Cuts shards into ranges if the workers need more than the number of shards, and groups small ranges. Pure.
+"""Cuts shards into ranges if the workers need more than the number of shards, groups small ranges, and divides the
+ranges of an epoch among the ranks. Pure.
 
 Data path: discovery, shard_sizes -> catalog -> [shard_splitting] -> assignment -> worker_stream.
 
 JSON lines are cut by bytes, MDS and Parquet at `Shard.edges`. The other formats cannot be cut without an index and are
 read whole.
+
+Where the number of samples in every range is known, each rank reads one stretch of the epoch's order, and the lengths
+of the stretches differ by at most one sample: a range that two ranks share is cut at a sample. Otherwise each rank
+reads every `ranks`-th range, and an epoch ends for all with the rank that has the fewest samples.
 """
 
 from __future__ import annotations

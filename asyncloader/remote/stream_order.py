@@ -18,6 +18,12 @@ stream of their own.
 
 Within its stream a sample moves by less than a block: a stream is cut into blocks, each in a random order of its own
 (see `remote.shuffle`). The first blocks are smaller, so that the first batch waits only for its own samples.
+
+A run that resumes with other streams, or another global batch, cannot go on in the old order. The samples that were
+read follow from the old order and the number of global batches alone: of each stream, the blocks before one of them,
+and a part of that one. The others are stretches of shards, of which some lack samples. These stretches are to the new
+order (`RestOrder`) what the shards were to the old one. A state has the arguments of each order before, a few numbers,
+whatever was read.
 """
 
 from __future__ import annotations
