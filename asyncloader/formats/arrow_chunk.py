@@ -20,11 +20,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncloader.formats.arrow_values import converter, plain_type, pyarrow
 from asyncloader.formats.base import Sample, ShardError, base_name
-from asyncloader.formats.parquet import Footer, RecordBatchRows, read_batches
-from asyncloader.formats.parquet_file import Fetch
-from asyncloader.formats.rows import Column, value_at
+from asyncloader.formats.parquet import Fetch, Footer, RowOptions, read_batches
+from asyncloader.formats.rows import Column, RecordBatchRows, converter, pyarrow, value_at
 
 Read: TypeAlias = Callable[[int, int], bytes]
 """Reads bytes of a file. Its arguments are a position and a length."""
@@ -45,25 +43,15 @@ def _ipc() -> Any:
     return importlib.import_module("pyarrow.ipc")
 
 
-def dump_rows(
-    footer: Footer,
-    fetch: Fetch,
-    *,
-    start: int,
-    stop: int,
-    columns: Sequence[str] | None,
-    max_sample_bytes: int,
-    window_bytes: int,
-) -> bytes:
+def dump_rows(footer: Footer, fetch: Fetch, *, start: int, stop: int, options: RowOptions) -> bytes:
     """Decode rows ``[start, stop)`` of a file, which are those of row groups, for `RowsFile`. Blocks while bytes are
-    fetched. Arguments and errors are those of `parquet.read_rows`.
+    fetched. Arguments and errors are those of `parquet.read_batches`.
     """
     arrow, _ = pyarrow()
-    options: dict[str, Any] = {"max_sample_bytes": max_sample_bytes, "window_bytes": window_bytes}
     sink = arrow.BufferOutputStream()
     firsts, offsets = [0], [0]
     place, schema = footer.end, None
-    for batch, _, place in read_batches(footer, fetch, start=start, stop=stop, columns=columns, **options):
+    for batch, _, place in read_batches(footer, fetch, start=start, stop=stop, options=options):
         try:
             table = _plain(arrow.Table.from_batches([batch])).replace_schema_metadata(None)
         except MemoryError:
@@ -99,6 +87,33 @@ def _plain(table: Any) -> Any:
             column = arrow.array(column.to_pylist(), plain) if has_views else column.cast(plain)
             table = table.set_column(number, field.with_type(plain), column)
     return table
+
+
+def plain_type(kind: Any) -> Any:
+    """Return the type of the same values without dictionaries and views: a message of a few rows has no dictionary, and
+    of a view all that the view is of.
+    """
+    arrow, _ = pyarrow()
+    types = arrow.types
+    if isinstance(kind, arrow.BaseExtensionType):
+        stored = plain_type(kind.storage_type)
+        return kind if stored == kind.storage_type else stored
+    if types.is_dictionary(kind):
+        return plain_type(kind.value_type)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        return arrow.large_string() if types.is_string_view(kind) else arrow.large_binary()
+    if types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return arrow.struct([field.with_type(plain_type(field.type)) for field in fields])
+    if types.is_map(kind):
+        return arrow.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    if types.is_list(kind):
+        return arrow.list_(kind.value_field.with_type(plain_type(kind.value_type)))
+    if types.is_large_list(kind) or types.is_list_view(kind) or types.is_large_list_view(kind):
+        return arrow.large_list(kind.value_field.with_type(plain_type(kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return arrow.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
+    return kind
 
 
 class RowsFile:

@@ -1,26 +1,29 @@
 """Reads Parquet shards: a row is a sample, a column a field. The footer locates the row groups; pyarrow parses both.
 
-Data path: ranges -> [footer -> windows -> pyarrow -> rows] -> samples.
+Data path: ranges -> [footer -> windows -> pyarrow -> record batches] -> rows.
 
     PAR1    row groups: column chunks, each in pages    metadata    its length: u4    PAR1
 
 pyarrow decodes synchronously, so this module runs in a separate thread, and gets its bytes by a function `fetch`, which
 another thread serves. pyarrow is imported when the first Parquet file is read.
+
+The claims of the footer are checked before a byte is read by them. What lies in a column chunk is parsed by pyarrow
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-from asyncloader.formats.arrow_values import pyarrow, values
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, LocatedSamples, OnBad, ShardError, base_name
-from asyncloader.formats.parquet_file import Fetch, RangeFile, Windows
-from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
-from asyncloader.formats.rows import Rows, RowTable
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, ShardError
+from asyncloader.formats.rows import pyarrow
 
 TAIL_BYTES = 1 << 16
 """Bytes of a file's end that are read at once: most footers are smaller."""
@@ -35,14 +38,28 @@ LEAST = 12  # the magic twice and the length
 BUFFER = 1 << 16
 """Bytes that pyarrow reads at a time, unless a page is larger."""
 
-LARGEST_PAGE = 64 << 20
-"""The most bytes of a page; `max_sample_bytes`, if that is more."""
-
-MOST_VALUES = 64 << 20
-"""The most values of a page of a column of lists; for other columns, the number of rows in the row group."""
+LEAST_WINDOW = 1 << 16
 
 STEP_BYTES = 4 << 20
 MOST_ROWS = 1024
+
+Fetch: TypeAlias = Callable[[Sequence[tuple[int, int]]], "Future[Sequence[bytes]]"]
+"""Starts to read ``(start, length)`` ranges; the future has their bytes, in the same order. Never blocks."""
+
+
+class RowOptions(NamedTuple):
+    """How rows are read.
+
+    Attributes:
+        columns: names of the columns to read; of nested columns, the outermost name. None: all.
+        max_sample_bytes: refuse a row whose values take more (decoded) bytes. pyarrow decodes up to 1,024 rows at a
+            time, of up to 4 MiB by the file's metadata.
+        window_bytes: approximate number of bytes of a row group in memory; the same number may be on its way.
+    """
+
+    columns: Sequence[str] | None = None
+    max_sample_bytes: int = MAX_SAMPLE_BYTES
+    window_bytes: int = 8 << 20
 
 
 class RowGroup(NamedTuple):
@@ -54,7 +71,6 @@ class RowGroup(NamedTuple):
         rows: number of its rows.
         chunks: ``(start, length)`` in bytes of each column chunk, ascending.
         uncompressed: decompressed bytes of the chunks, by the file's metadata.
-        values: the most values of a page, for each column chunk.
     """
 
     number: int
@@ -62,7 +78,6 @@ class RowGroup(NamedTuple):
     rows: int
     chunks: tuple[tuple[int, int], ...]
     uncompressed: int
-    values: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +116,7 @@ class Footer:
             ShardError: a range does not lie in the file.
         """
         group, schema = self.metadata.row_group(number), self.metadata.schema
-        chunks: list[tuple[int, int, int]] = []
-        first, after = self.edges[number : number + 2]
+        chunks: list[tuple[int, int]] = []
         uncompressed = 0
         for index in range(len(schema)):
             path = schema.column(index).path
@@ -119,15 +133,14 @@ class Footer:
             if start < len(MAGIC) or length < 0 or start + length > self.end:
                 raise self.error(f"{where} claims {length:,} bytes at byte {start:,}, which do not lie in the file")
             uncompressed += column.total_uncompressed_size
-            repeats = schema.column(index).max_repetition_level > 0
-            chunks.append((start, length, MOST_VALUES if repeats else after - first))
+            chunks.append((start, length))
         chunks.sort()
         # Overlapping chunks would let a small file claim the same bytes many times.
-        for (start, length, _), (following, _, _) in pairwise(chunks):
+        for (start, length), (following, _) in pairwise(chunks):
             if start + length > following:
                 raise self.error(f"column chunks of row group {number} overlap at byte {following:,}")
-        places = tuple((start, length) for start, length, _ in chunks)
-        return RowGroup(number, first, after - first, places, uncompressed, tuple(values for _, _, values in chunks))
+        first, after = self.edges[number : number + 2]
+        return RowGroup(number, first, after - first, tuple(chunks), uncompressed)
 
     def error(self, message: str) -> ShardError:
         """Make an error about the metadata."""
@@ -192,77 +205,35 @@ def parse_footer(data: bytes, size: int, url: str) -> Footer:
     return Footer(url, size, end, metadata, tuple(edges), names)
 
 
-def read_rows(
-    footer: Footer,
-    fetch: Fetch,
-    *,
-    start: int = 0,
-    stop: int | None = None,
-    columns: Sequence[str] | None = None,
-    max_sample_bytes: int = MAX_SAMPLE_BYTES,
-    on_bad: OnBad | None = None,
-    window_bytes: int = 8 << 20,
-) -> Iterator[LocatedSamples]:
-    """Read rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
+def read_batches(
+    footer: Footer, fetch: Fetch, *, start: int, stop: int | None, options: RowOptions
+) -> Iterator[tuple[Any, int, int]]:
+    """Read the record batches that contain rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
 
-    The key of a sample is the shard's name and the row's number, `resume` the number of the row after it. Columns named
-    ``__key__`` and ``__url__`` are overwritten. `values` decodes the values. Rows that `on_bad` can skip: rows with a
-    value that has no Python form.
+    `rows.RecordBatchRows` makes samples of them. The key of a sample is the shard's name and the row's number, `resume`
+    the number of the row after it. Columns named ``__key__`` and ``__url__`` are overwritten.
 
     Args:
         footer: of the file.
         fetch: reads ranges.
         start: number of the first row.
         stop: number of the row after the last row. None: to the end.
-        columns: names of the columns to read; of nested columns, the outermost name. None: all.
-        max_sample_bytes: refuse a row whose values take more (decoded) bytes. A page that takes more than that and 64
-            MiB in the file is refused before it is read. pyarrow decodes up to 1,024 rows at a time, of up to 4 MiB by
-            the file's metadata.
-        on_bad: called with each bad row.
-        window_bytes: approximate number of bytes of a row group in memory; the same number may be on its way.
+        options: how they are read.
 
     Yields:
-        Up to 1,024 rows.
+        A record batch of up to 1,024 rows, the number of its first row, and the offset of its row group.
 
     Raises:
         ShardError: the file violates its format; raised after the rows before the fault.
-        ValueError: `columns` names a column that the file lacks; `start` or `stop` is negative.
+        ValueError: the options name a column that the file lacks; `start` or `stop` is negative.
         ImportError: pyarrow is not installed.
         Exception: the error of `fetch`.
     """
-    found = RecordBatchRows(footer.url, max_sample_bytes, on_bad)
-    batches = read_batches(
-        footer,
-        fetch,
-        start=start,
-        stop=stop,
-        columns=columns,
-        max_sample_bytes=max_sample_bytes,
-        window_bytes=window_bytes,
-    )
-    for batch, at, found.place in batches:
-        yield from found.read(batch, at, start, footer.rows if stop is None else stop)
-
-
-def read_batches(
-    footer: Footer,
-    fetch: Fetch,
-    *,
-    start: int,
-    stop: int | None,
-    columns: Sequence[str] | None,
-    max_sample_bytes: int,
-    window_bytes: int,
-) -> Iterator[tuple[Any, int, int]]:
-    """Read the record batches that contain rows ``[start, stop)``, as `read_rows` does; its arguments and errors.
-
-    Yields:
-        A record batch, the number of its first row, and the offset of its row group.
-    """
+    columns = options.columns
     if start < 0 or (stop is not None and stop < 0):
         raise ValueError(f"start={start} and stop={stop} are numbers of rows: 0 or more")
-    if max_sample_bytes < 1:
-        raise ValueError(f"max_sample_bytes is {max_sample_bytes}; it must be at least 1")
+    if options.max_sample_bytes < 1:
+        raise ValueError(f"max_sample_bytes is {options.max_sample_bytes}; it must be at least 1")
     if columns is not None and not columns:
         raise ValueError("columns= names no column; None reads all of them")
     if missing := sorted(set(columns or ()) - set(footer.names)):
@@ -271,20 +242,20 @@ def read_batches(
     # The row groups that contain a wanted row; a group without rows contains none.
     numbers = [
         number
-        for number in range(len(footer.edges) - 1)
-        if footer.edges[number] < stop and max(start, footer.edges[number]) < footer.edges[number + 1]
+        for number, (first, after) in enumerate(pairwise(footer.edges))
+        if first < stop and max(start, first) < after
     ]
-    groups = RowGroups(footer, fetch, columns, max(max_sample_bytes, LARGEST_PAGE), window_bytes)
+    groups = _RowGroups(footer, fetch, options)
     following: tuple[RowGroup, Windows] | None = None
-    for position, number in enumerate(numbers):
+    for number, next_number in zip(numbers, [*numbers[1:], None], strict=True):
         group, windows = following or groups.begin(number)
         following = None
-        place = group.chunks[0][0] if group.chunks else footer.end
         # The next group's windows are fetched while this group is decoded, if memory allows.
-        if windows.whole and position + 1 < len(numbers):
+        if windows.whole and next_number is not None:
             # An error of the next group is raised when that group is decoded.
             with suppress(ShardError):
-                following = groups.begin(numbers[position + 1])
+                following = groups.begin(next_number)
+        place = group.chunks[0][0] if group.chunks else footer.end
         at = group.first
         try:
             for batch in groups.batches(group, windows):
@@ -308,23 +279,20 @@ def read_batches(
             raise footer.error(f"row group {number} has {at - group.first:,} rows, and claims {group.rows:,}")
 
 
-class RowGroups:
+class _RowGroups:
     """Checks the row groups of a file, has their bytes fetched, and decodes them by pyarrow.
 
     Attributes:
         file: the file object that pyarrow reads.
     """
 
-    def __init__(
-        self, footer: Footer, fetch: Fetch, columns: Sequence[str] | None, largest: int, window_bytes: int
-    ) -> None:
+    def __init__(self, footer: Footer, fetch: Fetch, options: RowOptions) -> None:
         arrow, parquet = pyarrow()
-        self.file = RangeFile(footer.size, largest, fetch, footer.url)
+        self.file = RangeFile(footer.size)
         self._footer = footer
         self._fetch = fetch
-        self._columns = None if columns is None else list(columns)
-        self._window_bytes = window_bytes
-        self._largest = largest
+        self._columns = None if options.columns is None else list(options.columns)
+        self._window_bytes = options.window_bytes
         try:
             self._source = parquet.ParquetFile(
                 arrow.PythonFile(self.file, mode="r"),
@@ -342,23 +310,9 @@ class RowGroups:
         Raises:
             ShardError: pyarrow cannot open it, or a range does not lie in the file.
         """
-        self._open(number)
-        group = self._footer.group(number, self._columns)
-        pages = [
-            PageHeaders(length, PageLimits(self._largest, values))
-            for (_, length), values in zip(group.chunks, group.values, strict=True)
-        ]
-        windows = Windows(group.chunks, self._window_bytes, self._fetch, pages)
-        windows.begin()
-        return group, windows
-
-    def _open(self, number: int) -> None:
-        """Let pyarrow open the row group, without any of its bytes.
-
-        So contradictions in a column's metadata, and encrypted columns, raise an error. In `Footer.group` they would
-        end the process.
-        """
-        self.file.empty, self.file.asked = True, False
+        # pyarrow opens the row group, without any of its bytes. So contradictions in a column's metadata, and encrypted
+        # columns, raise an error. In `Footer.group` they would end the process.
+        windows, self.file.windows, self.file.asked = self.file.windows, None, False
         try:
             next(self._batches(number, 1), None)
         except Exception as error:
@@ -366,11 +320,13 @@ class RowGroups:
             if not self.file.asked:
                 raise self._footer.error(f"pyarrow cannot open row group {number}: {_text(error)}") from error
         finally:
-            self.file.empty = False
+            self.file.windows = windows
+        group = self._footer.group(number, self._columns)
+        return group, Windows(group.chunks, self._window_bytes, self._fetch)
 
     def batches(self, group: RowGroup, windows: Windows) -> Iterator[Any]:
         """Decode a row group to record batches of the wanted columns."""
-        self.file.windows = [windows]
+        self.file.windows = windows
         # Batches of about `STEP_BYTES` by the metadata, which `RecordBatchRows` does not trust: it compares sizes.
         size = max(1, group.uncompressed // max(group.rows, 1))
         for batch in self._batches(group.number, max(1, min(MOST_ROWS, STEP_BYTES // size))):
@@ -385,90 +341,124 @@ class RowGroups:
         return batches
 
 
-class RecordBatchRows:
-    """Turns record batches into samples. `place` is the offset of their row group, for errors."""
+class Windows:
+    """The bytes of one row group: a window of each column chunk, and the next window on its way. pyarrow reads each
+    chunk from its beginning to its end.
 
-    place = 0
+    Args:
+        chunks: ``(start, length)`` of each chunk, ascending, without overlaps.
+        most: approximate bytes of all windows together; a window has at least 64 KiB. Windows on their way come on top.
+        fetch: reads ranges. The first windows are requested at once, all in one call.
 
-    def __init__(self, url: str, max_sample_bytes: int, on_bad: OnBad | None) -> None:
-        self._url = url
-        self._name = base_name(url)
-        self._max = max_sample_bytes
-        self._on_bad = on_bad
+    Attributes:
+        whole: the whole row group fits into the windows.
+    """
 
-    def read(self, batch: Any, at: int, start: int, stop: int) -> Iterator[LocatedSamples]:
-        """Yield the rows in ``[start, stop)`` of a batch whose first row is number `at`; then raise the first error."""
-        first, after = max(start, at), min(stop, at + batch.num_rows)
-        if first >= after:
-            return
-        batch = batch.slice(first - at, after - first)
-        found: LocatedSamples | None = None
-        # Otherwise a row is bad: read again, row by row, to find it and keep the others.
-        with suppress(Exception):
-            # Row by row only if a row may be too large: the size of a slice takes long to compute.
-            if batch.nbytes > self._max:
-                self._check_sizes(batch, first)
-            found = self._rows(batch, first)
-        if found is not None:
-            yield found
-        else:
-            yield from self._read_single_rows(batch, first)
+    def __init__(self, chunks: Sequence[tuple[int, int]], most: int, fetch: Fetch) -> None:
+        total = sum(length for _, length in chunks)
+        self.whole = total <= most
+        self._fetch = fetch
+        self._starts = [start for start, _ in chunks]
+        self._ends = [start + length for start, length in chunks]
+        self._sizes = [max(LEAST_WINDOW, most * length // max(total, 1)) for _, length in chunks]
+        self._held: list[tuple[int, bytes]] = [(start, b"") for start in self._starts]
+        self._coming: list[tuple[int, Future[Sequence[bytes]], int] | None] = []
+        if chunks:
+            coming = fetch([self._window(number, start) for number, start in enumerate(self._starts)])
+            self._coming += [(start, coming, index) for index, start in enumerate(self._starts)]
 
-    def _rows(self, batch: Any, first: int) -> LocatedSamples:
-        columns = {name: values(column) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
-        table = RowTable(columns, shard=self._name, url=self._url, first=first)
-        return LocatedSamples(Rows(table, range(batch.num_rows)), range(first + 1, first + batch.num_rows + 1))
-
-    def _read_single_rows(self, batch: Any, first: int) -> Iterator[LocatedSamples]:
-        """Yield the good rows: those between two bad rows together.
-
-        Raises:
-            ShardError: a row is bad and cannot be skipped.
+    def read(self, at: int, length: int) -> bytes:
+        """Read bytes of the chunk that contains byte `at`; waits for a window that is on its way. Shorter at the
+        chunk's end; no bytes if no chunk contains it.
         """
-        good = 0  # the first good row that is not returned yet
-        for row in range(batch.num_rows):
-            bad = self._fault(batch.slice(row, 1), first + row)
-            if bad is None:
+        number = bisect_right(self._starts, at) - 1
+        if number < 0 or at >= self._ends[number]:
+            return b""
+        length = min(length, self._ends[number] - at)
+        parts: list[bytes] = []
+        while length > 0:
+            start, data = self._held[number]
+            if not start <= at < start + len(data):
+                self._advance(number, at, length)
                 continue
-            if good < row:
-                yield self._rows(batch.slice(good, row - good), first + good)
-            if bad.resume is None or self._on_bad is None:
-                try:
-                    raise bad
-                finally:
-                    del bad  # its traceback refers to this frame
-            self._on_bad(bad)
-            good = row + 1
-        if good < batch.num_rows:
-            yield self._rows(batch.slice(good), first + good)
+            part = data[at - start : at - start + length]
+            parts.append(part)
+            at += len(part)
+            length -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _fault(self, row: Any, number: int) -> ShardError | None:
-        """Return the error of a row, if it is bad; with a position to resume at, if it can be skipped."""
+    def _window(self, number: int, at: int, length: int = 0) -> tuple[int, int]:
+        return at, min(max(self._sizes[number], length), self._ends[number] - at)
+
+    def _advance(self, number: int, at: int, length: int) -> None:
+        """Hold the bytes from `at` on, and start to fetch the bytes after them."""
+        coming, self._coming[number] = self._coming[number], None
+        self._held[number] = (at, b"")  # releases the old window before the new window is held
+        if coming is None or coming[0] != at:
+            coming = (at, self._fetch([self._window(number, at, length)]), 0)
+        data = coming[1].result()[coming[2]]
+        self._held[number] = (at, data)
+        after = at + len(data)
+        if after < self._ends[number]:
+            self._coming[number] = (after, self._fetch([self._window(number, after)]), 0)
+
+
+class RangeFile(io.RawIOBase):
+    """The file object that pyarrow reads. `read` blocks, so it is used in a thread.
+
+    Args:
+        size: of the file.
+
+    Attributes:
+        windows: of the row group that is read. None: reads return no bytes, as at the end of a file.
+        asked: `read` was called.
+        failure: the error of `fetch`; pyarrow may wrap it.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.windows: Windows | None = None
+        self.asked = False
+        self.failure: Exception | None = None
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self._size
+
+    def tell(self) -> int:
+        """Return the offset at which the next read begins."""
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        """Move the position, like a file."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def read(self, size: int = -1, /) -> bytes:
+        """Read `size` bytes, or fewer at the end of the file or of a column chunk."""
+        self.asked = True
+        left = max(0, self._size - self._at)
+        length = left if size < 0 else min(size, left)
+        if self.windows is None or not length:
+            return b""
         try:
-            self._check_sizes(row, number)
-            self._rows(row, number)
-        except ShardError as error:
-            return error
+            data = self.windows.read(self._at, length)
         except Exception as error:
-            bad = self._error(f"row {number:,} has a value with no Python form: {_text(error)}")
-            bad.resume = number + 1
-            bad.__cause__ = error
-            return bad
-        return None
-
-    def _check_sizes(self, batch: Any, first: int) -> None:
-        arrow, _ = pyarrow()
-        for row in range(batch.num_rows):
-            # A dictionary is the batch's: of it, a row takes one value.
-            size = sum(
-                (column.dictionary_decode() if isinstance(column, arrow.DictionaryArray) else column).nbytes
-                for column in batch.slice(row, 1).columns
-            )
-            if size > self._max:
-                raise self._error(f"row {first + row:,} takes {size:,} bytes, more than max_sample_bytes={self._max:,}")
-
-    def _error(self, message: str) -> ShardError:
-        return ShardError(f"{message}, in the row group that begins here", url=self._url, offset=self.place)
+            self.failure = error
+            raise
+        self._at += len(data)
+        return data
 
 
 def _text(error: Exception) -> str:

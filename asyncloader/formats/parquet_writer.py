@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from typing_extensions import Buffer
 
-from asyncloader.formats.arrow_values import pyarrow
 from asyncloader.formats.encoder import (
     RESERVED,
     BadSample,
@@ -27,6 +26,7 @@ from asyncloader.formats.encoder import (
     check_fields,
     to_floats,
 )
+from asyncloader.formats.rows import pyarrow
 
 GROUP_BYTES = 16 << 20
 """Approximate bytes of a row group: what a reader holds at a time, and the least part that it can be given."""

@@ -27,7 +27,7 @@ from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard, fingerprint_of
 from asyncloader.remote.discovery import asks_a_store, find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.index_counts import SampleOffsets, with_recorded_sizes
-from asyncloader.remote.parquet_sharing import SharedParquet
+from asyncloader.remote.parquet_reading import SharedParquet
 from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, Pins, read_shard_range
 from asyncloader.remote.sample_counts import Counted

@@ -5,6 +5,10 @@ Data path: transport -> [parquet_reading: byte ranges -> thread -> rows] -> pref
 pyarrow decodes in a separate thread, which waits for bytes that the event loop fetches: `Ranges` connects the two. One
 batch of rows is decoded ahead. (The loop's default executor is not used, because it may also look up host names: a
 look-up could be queued behind the threads that wait for it.)
+
+A row group can only be decoded from its beginning on. Fixed streams begin and end anywhere: where four of them read a
+quarter of a row group each, decoding it for each would take two and a half times as long. So `SharedParquet` decodes a
+row group of which a stream of a worker reads a part once for all streams that read it at the same time.
 """
 
 from __future__ import annotations
@@ -13,17 +17,22 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from contextvars import copy_context
 from functools import partial
+from itertools import pairwise
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.bridge import in_thread
-from asyncloader.formats import MAX_SAMPLE_BYTES, LocatedSamples, OnBad, ShardError
-from asyncloader.formats.parquet import TAIL_BYTES, Footer, footer_size, parse_footer, read_rows
+from asyncloader.formats import LocatedSamples, OnBad, ShardError
+from asyncloader.formats.parquet import TAIL_BYTES, Footer, RowOptions, footer_size, parse_footer, read_batches
+from asyncloader.formats.rows import RecordBatchRows
 from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
+
+MOST_BYTES = 64 << 20
+"""Bytes of decoded rows, in Arrow's memory, that a worker keeps for its other streams."""
 
 T = TypeVar("T")
 
@@ -50,16 +59,14 @@ async def read_parquet(
     pinned: PinnedReader,
     url: str,
     *,
+    options: RowOptions,
     start: int = 0,
     stop: int | None = None,
-    max_sample_bytes: int = MAX_SAMPLE_BYTES,
     on_bad: OnBad | None = None,
-    read_ahead: int = 8 << 20,
-    columns: Sequence[str] | None = None,
     footer: Footer | None = None,
 ) -> AsyncGenerator[LocatedSamples, None]:
-    """Read rows ``[start, stop)`` of a file, like `formats.parquet.read_rows`, but call `on_bad` in the loop.
-    `footer` is the file's, if it was read before.
+    """Read rows ``[start, stop)`` of a file. Rows that `on_bad` can skip: rows with a value that has no Python form.
+    It is called in the loop. `footer` is the file's, if it was read before.
 
     Raises:
         ShardError: the file is damaged.
@@ -67,53 +74,276 @@ async def read_parquet(
     """
     if footer is None:
         footer, _ = await read_footer(pinned, url)
-    ranges = Ranges(pinned)
-    bad: list[ShardError] = []
-    rows = read_rows(
-        footer,
-        ranges.fetch,
-        start=start,
-        stop=stop,
-        columns=columns,
-        max_sample_bytes=max_sample_bytes,
-        on_bad=None if on_bad is None else bad.append,
-        window_bytes=read_ahead,
-    )
-
-    def step() -> Step:
-        batch: LocatedSamples | None = None
-        fault: Exception | None = None
-        try:
-            batch = next(rows, None)
-        except Exception as error:
-            fault = error
-        # Handed over with the result: the thread and the loop never use the list at the same time.
-        bad_rows = bad[:]
-        bad.clear()
-        return Step(batch, bad_rows, fault)
-
-    async with aclosing(RangeThread(ranges)) as thread:
-        coming = thread.call(step)
-        while True:
-            made = await result_of(coming)
-            if on_bad is not None:
-                for error in made.bad_rows:
-                    on_bad(error)
-            if made.fault is not None:
-                raise made.fault
-            if made.batch is None:
-                break
-            # Before the consumer gets this batch: the next batch is decoded while the consumer works.
-            coming = thread.call(step)
-            yield made.batch
+    after = footer.rows if stop is None else min(stop, footer.rows)
+    decoding = _Decoding(pinned, footer, start, after, options, None)
+    async with aclosing(decoding), aclosing(decoding.rows(start, after, on_bad)) as rows:
+        async for found in rows:
+            yield found
 
 
-class Step(NamedTuple):
-    """The result of one step of the thread: rows (None: no more), bad rows, and the error that ended it."""
+class SharedParquet:
+    """The Parquet files that the streams of one worker read at present. Used in one event loop.
 
-    batch: LocatedSamples | None
+    A row group of which a stream reads a part is decoded for all streams of its file. The bytes of rows that are kept
+    are bounded for all files together: a stream whose rows are not kept, or whose row group could not be decoded for
+    another stream, reads its rows alone.
+
+    Args:
+        most: bytes of decoded rows that are kept for other streams.
+    """
+
+    def __init__(self, most: int = MOST_BYTES) -> None:
+        self._footers: dict[PinnedReader, _SharedFooter] = {}
+        self._groups: dict[tuple[PinnedReader, int], _Decoding] = {}
+        self._budget = _Budget(most)
+
+    async def read(
+        self,
+        pinned: PinnedReader,
+        url: str,
+        *,
+        options: RowOptions,
+        start: int = 0,
+        stop: int | None = None,
+        on_bad: OnBad | None = None,
+    ) -> AsyncGenerator[LocatedSamples, None]:
+        """Read rows ``[start, stop)`` of a file, like `read_parquet`. `options` are the same for all streams."""
+        async with _use(self._footers, pinned, partial(_SharedFooter, pinned, url)) as shared:
+            footer = await shared.read()
+            for first, after, number in _parts(footer.edges, start, footer.rows if stop is None else stop):
+                if number is None:
+                    found = read_parquet(
+                        pinned, url, start=first, stop=after, options=options, on_bad=on_bad, footer=footer
+                    )
+                    async with aclosing(found) as alone:
+                        async for rows in alone:
+                            yield rows
+                    continue
+                begin, end = footer.edges[number : number + 2]
+                make = partial(_Decoding, pinned, footer, begin, end, options, self._budget)
+                async with (
+                    _use(self._groups, (pinned, number), make) as group,
+                    aclosing(group.rows(first, after, on_bad)) as together,
+                ):
+                    async for rows in together:
+                        yield rows
+
+
+def _parts(edges: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int | None]]:
+    """Return rows ``[start, stop)`` in parts: those of row groups of which only a part is read, each with the group's
+    number; and those of whole row groups, together.
+    """
+    found: list[tuple[int, int, int | None]] = []
+    for number, (first, after) in enumerate(pairwise(edges)):
+        at, end = max(first, start), min(after, stop)
+        if at >= end:
+            continue
+        if (at, end) != (first, after):
+            found.append((at, end, number))
+        elif found and found[-1][2] is None:
+            found[-1] = (found[-1][0], end, None)
+        else:
+            found.append((at, end, None))
+    return found
+
+
+class _Budget:
+    """Bytes that may be kept. Several threads use it."""
+
+    def __init__(self, most: int) -> None:
+        self._left = most
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> bool:
+        """Whether that many bytes may be kept; then they count until they are taken back, as a negative number."""
+        with self._lock:
+            fits = size <= self._left
+            self._left -= size if fits else 0
+            return fits
+
+
+_Used = TypeVar("_Used", "_SharedFooter", "_Decoding")
+
+
+@asynccontextmanager
+async def _use(objects: dict[Any, _Used], key: Any, make: Callable[[], _Used]) -> AsyncGenerator[_Used, None]:
+    """Give the object of this key to one more user: `make` it for the first, and close it after the last."""
+    found = objects.get(key)
+    if found is None:
+        found = objects[key] = make()
+    found.users += 1
+    try:
+        yield found
+    finally:
+        found.users -= 1
+        if not found.users:
+            # First: a user that comes while it is closed gets another.
+            del objects[key]
+            await found.aclose()
+
+
+class _SharedFooter:
+    """The footer of a file that streams read at present."""
+
+    def __init__(self, pinned: PinnedReader, url: str) -> None:
+        self.users = 0
+        self._pinned = pinned
+        self._url = url
+        self._reading: asyncio.Task[tuple[Footer, ObjectInfo]] | None = None
+
+    async def read(self) -> Footer:
+        """Return the file's footer, which is read once, unless that fails. Raises the errors of `read_footer`."""
+        reading = self._reading
+        if reading is not None:
+            try:
+                return (await shielded(reading))[0]
+            except Exception:
+                # An error is that of the caller who began to read: no two of them raise the same.
+                return (await read_footer(self._pinned, self._url))[0]
+        reading = self._reading = asyncio.create_task(
+            read_footer(self._pinned, self._url), name="asyncloader-parquet-footer"
+        )
+        # Retrieves the error, so that asyncio does not log it: the caller raises it, unless it was cancelled.
+        reading.add_done_callback(lambda done: None if done.cancelled() else (done.exception(), None)[1])
+        return (await shielded(reading))[0]
+
+    async def aclose(self) -> None:
+        """Stop reading."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await wait_until_done([self._reading])
+
+
+class _Found(NamedTuple):
+    """Rows, as far as they are good; bad rows among them; the number of the row after all of them; and the error that
+    ended them.
+    """
+
+    rows: list[LocatedSamples]
     bad_rows: list[ShardError]
+    after: int
     fault: Exception | None
+
+
+class _KeptBatch(NamedTuple):
+    """A record batch of pyarrow, the numbers of its rows, and the offset of its row group."""
+
+    batch: Any
+    rows: range
+    place: int
+
+
+class _Decoding:
+    """Rows ``[start, stop)`` of a file, decoded in a thread as far as their readers need them.
+
+    Args:
+        pinned: reads the file.
+        footer: the file's.
+        start, stop: the numbers of the rows.
+        options: how they are read.
+        budget: of the bytes that are kept for further readers. None: there is one reader.
+    """
+
+    def __init__(
+        self, pinned: PinnedReader, footer: Footer, start: int, stop: int, options: RowOptions, budget: _Budget | None
+    ) -> None:
+        self.users = 0
+        self._pinned = pinned
+        self._footer = footer
+        self._options = options
+        self._budget = budget
+        ranges = Ranges(pinned)
+        self._thread = RangeThread(ranges)
+        # Of the thread:
+        self._batches = read_batches(footer, ranges.fetch, start=start, stop=stop, options=options)
+        self._at = start  # the first row that is not decoded
+        self._kept: list[_KeptBatch] = []
+        self._bytes = 0  # of the rows that are kept
+        self._failed = False
+
+    async def rows(self, start: int, stop: int, on_bad: OnBad | None) -> AsyncGenerator[LocatedSamples, None]:
+        """Read some of the rows, like `read_parquet`. What is not kept any more, or cannot be decoded for another
+        reader, is read alone.
+        """
+        if start >= stop:
+            return
+        at, tolerant = start, on_bad is not None
+        coming = self._thread.call(partial(self._read, at, stop, tolerant))
+        # Shielded: a cancelled wait must not cancel the future, which the thread resolves and `aclose` waits for.
+        while (found := await shielded(asyncio.wrap_future(coming))) is not None:
+            at = found.after
+            if at < stop and found.fault is None:
+                # Before the consumer gets these rows: others are decoded while it works.
+                coming = self._thread.call(partial(self._read, at, stop, tolerant))
+            for error in found.bad_rows:
+                assert on_bad is not None
+                on_bad(error)
+            for rows in found.rows:
+                yield rows
+            if found.fault is not None:
+                raise found.fault
+            if at >= stop:
+                return
+        alone = read_parquet(
+            self._pinned,
+            self._footer.url,
+            start=at,
+            stop=stop,
+            options=self._options,
+            on_bad=on_bad,
+            footer=self._footer,
+        )
+        async with aclosing(alone):
+            async for rows in alone:
+                yield rows
+
+    def _read(self, start: int, stop: int, tolerant: bool) -> _Found | None:
+        """Make the first of these rows, at least one; None: they are not kept any more, or could not be decoded.
+
+        Args:
+            start: number of a row.
+            stop: number of the row after the last that is wanted.
+            tolerant: leave out rows that can be skipped. False: they are errors.
+        """
+        kept = next((each for each in self._kept if start in each.rows), None)
+        if kept is None and (start < self._at or self._failed):
+            return None
+        try:
+            while kept is None:
+                kept = self._decode(start)
+        except Exception as error:
+            self._failed = True
+            return _Found([], [], start, error)
+        rows: list[LocatedSamples] = []
+        bad: list[ShardError] = []
+        made = RecordBatchRows(self._footer.url, self._options.max_sample_bytes, bad.append if tolerant else None)
+        made.place = kept.place
+        after = min(stop, kept.rows.stop)
+        try:
+            for each in made.read(kept.batch, kept.rows.start, start, after):
+                rows.append(each)  # noqa: PERF402 - those before an error are kept
+        except ShardError as error:
+            return _Found(rows, bad, after, error)
+        return _Found(rows, bad, after, None)
+
+    def _decode(self, start: int) -> _KeptBatch | None:
+        """Decode the next record batch, and keep it if possible; return it if row `start` is in it."""
+        batch, first, place = next(self._batches)
+        kept = _KeptBatch(batch, range(first, first + batch.num_rows), place)
+        self._at = kept.rows.stop
+        if self._budget is not None and self._budget.take(batch.nbytes):
+            self._kept.append(kept)
+            self._bytes += batch.nbytes
+        return kept if start in kept.rows else None
+
+    async def aclose(self) -> None:
+        """Stop decoding."""
+        try:
+            await self._thread.aclose()
+        finally:
+            if self._budget is not None:
+                self._budget.take(-self._bytes)
+                self._kept.clear()
 
 
 class Ranges:
@@ -168,12 +398,6 @@ class Ranges:
 
 def _closed_error() -> TransportClosed:
     return TransportClosed("the shard is no longer read: its reader was closed")
-
-
-async def result_of(coming: Future[T]) -> T:
-    """Wait for a call of `RangeThread`."""
-    # Shielded: a cancelled wait must not cancel the future, which the thread resolves and `aclose` waits for.
-    return await shielded(asyncio.wrap_future(coming))
 
 
 class RangeThread:

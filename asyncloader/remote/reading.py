@@ -31,10 +31,10 @@ from asyncloader.formats import (
     open_indexed_reader,
     open_reader,
 )
+from asyncloader.formats.parquet import RowOptions
 from asyncloader.plain_context import plain_context
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.parquet_reading import read_parquet
-from asyncloader.remote.parquet_sharing import RowOptions, SharedParquet
+from asyncloader.remote.parquet_reading import SharedParquet, read_parquet
 from asyncloader.remote.prefetch import AnyRange, StreamBuffer
 from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stores import Stores
@@ -157,22 +157,15 @@ async def read_shard_range(
     with (Pins() if pins is None else pins).hold(transport, path, shard.url) as pin:
         bad: list[ShardError] = []
         if shard.format == PARQUET and reader is None:
-            on_bad_row = None if on_bad is None else bad.append
-            start, stop = shard_range.start, shard_range.stop
-            if tables is None:
-                found = read_parquet(
-                    pin.reader,
-                    shard.url,
-                    start=start,
-                    stop=stop,
-                    max_sample_bytes=max_sample_bytes,
-                    on_bad=on_bad_row,
-                    read_ahead=read_ahead,
-                    columns=columns,
-                )
-            else:
-                options = RowOptions(columns, max_sample_bytes, read_ahead)
-                found = tables.read(pin.reader, shard.url, start, stop, options, on_bad_row)
+            read = read_parquet if tables is None else tables.read
+            found = read(
+                pin.reader,
+                shard.url,
+                start=shard_range.start,
+                stop=shard_range.stop,
+                options=RowOptions(columns, max_sample_bytes, read_ahead),
+                on_bad=None if on_bad is None else bad.append,
+            )
         else:
             part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)
             segment = shard_range if isinstance(shard_range, SegmentRange) else None

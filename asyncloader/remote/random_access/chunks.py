@@ -5,7 +5,6 @@ Data path: transport -> [chunks: decompress, or decode] -> host_files -> shard_r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -13,6 +12,7 @@ from asyncloader.bridge import in_thread
 from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader
 from asyncloader.formats.arrow_chunk import dump_rows
 from asyncloader.formats.compressed import Compression, decoder
+from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.parquet_reading import Ranges, read_footer
 from asyncloader.remote.reading import Pins, read_shard_range
@@ -91,10 +91,7 @@ async def decode_rows(
     info: ObjectInfo | None,
     first: int,
     stop: int,
-    *,
-    columns: Sequence[str] | None,
-    max_sample_bytes: int,
-    read_ahead: int,
+    options: RowOptions,
 ) -> bytes:
     """Return rows ``[first, stop)`` of a Parquet shard, its row groups, as `arrow_chunk` keeps them.
 
@@ -105,18 +102,8 @@ async def decode_rows(
     footer, _ = await read_footer(pinned, shard.url)
     _check_version(pinned, info)
     ranges = Ranges(pinned)
-    dump = partial(
-        dump_rows,
-        footer,
-        ranges.fetch,
-        start=first,
-        stop=stop,
-        columns=columns,
-        max_sample_bytes=max_sample_bytes,
-        window_bytes=read_ahead,
-    )
     try:
-        return await in_thread(dump)
+        return await in_thread(partial(dump_rows, footer, ranges.fetch, start=first, stop=stop, options=options))
     finally:
         # Ends the reads that the thread waits for, if this call was cancelled.
         await ranges.aclose()

@@ -6,12 +6,13 @@ Data path: chunks -> host_files -> kept_chunks -> [row_reader: arrow_chunk] -> s
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
 from asyncloader.formats import Sample, ShardError
 from asyncloader.formats.arrow_chunk import RowsFile
+from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.parquet_reading import read_footer
 from asyncloader.remote.random_access.chunks import decode_rows
 from asyncloader.remote.random_access.host_files import FileName
@@ -41,19 +42,13 @@ class RowReader:
 
     Args:
         chunks: the decoded row groups.
-        max_sample_bytes: refuse a row whose values take more bytes.
-        read_ahead: bytes of a row group that are fetched ahead of its decoding.
-        columns: the columns to read. None: all.
+        options: how rows are read.
     """
 
-    def __init__(
-        self, chunks: KeptChunks, *, max_sample_bytes: int, read_ahead: int, columns: Sequence[str] | None
-    ) -> None:
+    def __init__(self, chunks: KeptChunks, options: RowOptions) -> None:
         self._chunks = chunks
-        self._columns = columns
-        self._wanted = "" if columns is None else repr([*columns])  # samples have them in this order
-        self._max = max_sample_bytes
-        self._ahead = read_ahead
+        self._options = options
+        self._wanted = "" if options.columns is None else repr([*options.columns])  # samples have them in this order
         self._names: dict[tuple[OpenShard, int], FileName] = {}  # by the first row
 
     def split(self, group: SampleGroup) -> Iterator[RowGroupSamples]:
@@ -110,9 +105,7 @@ class RowReader:
             opened.info,
             wanted.first,
             wanted.stop,
-            columns=self._columns,
-            max_sample_bytes=self._max,
-            read_ahead=self._ahead,
+            self._options,
         )
         return await self._chunks.use(self._name(wanted), partial(opened.decode, make), partial(self._parse, wanted))
 
@@ -132,8 +125,8 @@ class RowReader:
     def _parsed(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> RowsFile:
         parsed: RowsFile | None = None if chunk.file is None else chunk.file.parsed
         if parsed is None:
-            url = wanted.group.opened.shard.url
-            parsed = RowsFile(chunk.read, chunk.size, first=wanted.first, url=url, max_sample_bytes=self._max)
+            url, most = wanted.group.opened.shard.url, self._options.max_sample_bytes
+            parsed = RowsFile(chunk.read, chunk.size, first=wanted.first, url=url, max_sample_bytes=most)
             if chunk.file is not None:
                 chunk.file.parsed = parsed
         return parsed

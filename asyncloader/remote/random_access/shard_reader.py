@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncloader.formats import Sample, ShardError
+from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.catalog import PARQUET
 from asyncloader.remote.random_access.chunks import compression_of, unpack
 from asyncloader.remote.random_access.host_files import HostFiles
@@ -105,7 +106,7 @@ class ShardsReader:
         self._cached_reads = BlockingPool("cached shards", 1)
         self._indexer = Indexer(stores, files, self._pool, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead)
         self._chunks = KeptChunks(files, open_files, self._pool, asyncio.Semaphore(DECODED_AT_ONCE))
-        self._rows = RowReader(self._chunks, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead, columns=columns)
+        self._rows = RowReader(self._chunks, RowOptions(columns, max_sample_bytes, read_ahead))
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # while files are open

@@ -14,6 +14,7 @@ import pytest
 
 from asyncloader.formats import ShardError
 from asyncloader.formats.arrow_chunk import RowsFile, dump_rows
+from asyncloader.formats.parquet import RowOptions
 from tests.unit.formats.test_parquet import Ranges, rows_of
 from tests.unit.formats.test_parquet_footer import URL, footer_of, written
 
@@ -35,9 +36,9 @@ def opened(
     data: bytes, start: int, stop: int, most: int = 1 << 30, columns: list[str] | None = None
 ) -> tuple[RowsFile, Counted]:
     """Rows ``[start, stop)`` of a Parquet file, which are row groups, decoded and opened."""
-    options: dict[str, Any] = {"max_sample_bytes": most, "window_bytes": 1 << 20}
+    options = RowOptions(columns, most, 1 << 20)
     footer = footer_of(data)
-    read = Counted(dump_rows(footer, Ranges(data), start=start, stop=stop, columns=columns, **options))
+    read = Counted(dump_rows(footer, Ranges(data), start=start, stop=stop, options=options))
     return RowsFile(read, len(read.data), first=start, url=URL, max_sample_bytes=most), read
 
 

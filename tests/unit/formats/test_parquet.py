@@ -6,8 +6,6 @@ import datetime as dt
 import decimal
 import io
 import multiprocessing
-import random
-import resource
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -21,11 +19,9 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from asyncloader.formats import Located, ShardError
-from asyncloader.formats import parquet as reader
-from asyncloader.formats.parquet import read_rows
-from asyncloader.formats.parquet_file import RangeFile, Windows
-from asyncloader.formats.parquet_pages import PageHeaders, PageLimits
+from asyncloader.formats import Located, LocatedSamples, OnBad, ShardError
+from asyncloader.formats.parquet import Fetch, Footer, RowOptions, Windows, read_batches
+from asyncloader.formats.rows import RecordBatchRows
 from tests.drawn import scaled
 from tests.unit.formats.shard_readers import corrupted
 from tests.unit.formats.test_parquet_footer import URL, encrypted, footer_of, lying, written
@@ -44,6 +40,22 @@ class Ranges:
         answer: Future[Sequence[bytes]] = Future()
         answer.set_result([self.data[start : start + length] for start, length in ranges])
         return answer
+
+
+def read_rows(
+    footer: Footer,
+    fetch: Fetch,
+    *,
+    start: int = 0,
+    stop: int | None = None,
+    on_bad: OnBad | None = None,
+    **options: Any,
+) -> Iterator[LocatedSamples]:
+    """The samples of rows."""
+    chosen = RowOptions(**options)
+    found = RecordBatchRows(footer.url, chosen.max_sample_bytes, on_bad)
+    for batch, at, found.place in read_batches(footer, fetch, start=start, stop=stop, options=chosen):
+        yield from found.read(batch, at, start, footer.rows if stop is None else stop)
 
 
 def rows_of(data: bytes, ranges: Ranges | None = None, **options: Any) -> list[Located]:
@@ -166,7 +178,6 @@ def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, d
         chunks.append((at, length))
         at += length + 10
     windows = Windows(chunks, most, Ranges(content))
-    windows.begin()
     places = [start for start, _ in chunks]
     for _ in range(data.draw(st.integers(1, 20))):
         number = data.draw(st.integers(0, len(chunks) - 1))
@@ -175,9 +186,8 @@ def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, d
             places[number] = data.draw(st.integers(start, start + length - 1))
         if places[number] >= start + length:
             continue
-        assert windows.find(places[number]) == number
         want = data.draw(st.integers(1, 200_000))
-        got = windows.read(number, places[number], want)
+        got = windows.read(places[number], want)
         assert got == content[places[number] : min(places[number] + want, start + length)]
         places[number] += len(got)
 
@@ -213,81 +223,6 @@ def test_rows_with_a_large_dictionary_are_small() -> None:
     assert [sample["name"] for sample, _ in rows_of(data, max_sample_bytes=1000)] == names
     with pytest.raises(ShardError, match=r"row 10 takes 2.. bytes, more than max_sample_bytes=200"):
         rows_of(data, max_sample_bytes=200)
-
-
-def test_pages_are_bounded() -> None:
-    """A page above the limit is not even asked for; the error is kept, since pyarrow may wrap it."""
-    data = written(pa.table({"b": [bytes(range(256)) * 400]}), use_dictionary=False, compression="none")
-    ranges = Ranges(data)
-    file = RangeFile(len(data), 50_000, ranges, URL)
-    with pytest.raises(ShardError, match="a page takes 60,000 bytes; 50,000 are allowed: raise max_sample_bytes"):
-        file.read(60_000)
-    assert isinstance(file.failure, ShardError)
-    assert ranges.asked == []
-    file.seek(-4, io.SEEK_END)
-    assert (file.tell(), file.read(), file.read(5)) == (len(data) - 4, b"PAR1", b"")
-
-
-def test_a_page_that_is_too_large_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the option that allows it."""
-    monkeypatch.setattr(reader, "LARGEST_PAGE", 50_000)
-    data = written(pa.table({"b": [bytes(range(256)) * 400]}), use_dictionary=False, compression="none")
-    with pytest.raises(ShardError, match=r"a page takes 65,536 bytes; 50,000 are allowed: raise max_sample_bytes"):
-        rows_of(data, max_sample_bytes=10_000)
-    assert len(rows_of(data, max_sample_bytes=200_000)) == 1
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("sizes", [b"\xfe\xff\xff\xff\x0f\x15\x02", b"\x02\x15\xfe\xff\xff\xff\x0f"])
-def test_page_headers_that_claim_2_gib(sizes: bytes) -> None:
-    """The claimed size may be the decompressed size or the size in the file."""
-    data = parquet(range(20))
-    start, _ = footer_of(data).group(0).chunks[0]
-    # The header of the first page: its type, then its two sizes as zigzag numbers.
-    huge = data[start : start + 2] + b"\x15" + sizes
-    with pytest.raises(ShardError, match=r"a page claims [\d,]+ bytes; 67,108,864 are allowed"):
-        rows_of(data[:start] + huge + data[start + len(huge) :], max_sample_bytes=1 << 20)
-
-
-@pytest.mark.parametrize("step", [1, 7, 300, 1 << 20])
-def test_page_headers_are_followed(step: int) -> None:
-    """Headers are followed in pieces of any size, exactly to the end of each column chunk."""
-    data = written(pa.table({"a": [f"text {n}" for n in range(5000)]}), data_page_size=500, compression="snappy")
-    group = footer_of(data).group(0)
-    for (start, length), values in zip(group.chunks, group.values, strict=True):
-        pages = PageHeaders(length, PageLimits(1 << 20, values))
-        for at in range(start, start + length, step):
-            pages.feed(data[at : min(at + step, start + length)])
-        assert pages.given == length
-        tight = PageHeaders(length, PageLimits(100, values))
-        with pytest.raises(ValueError, match="100 are allowed"):
-            tight.feed(data[start : start + length])
-
-
-def test_a_page_without_a_size_is_damaged() -> None:
-    """No limit that the user could raise is named."""
-    pages = PageHeaders(100, PageLimits(1 << 20, 5))
-    with pytest.raises(ValueError, match=r"^a page's header has no size, or a negative one$"):
-        pages.feed(bytes(100))
-
-
-def test_mutated_pages_end_in_errors_or_rows() -> None:
-    """Randomly drawn faults in pages give rows or a `ShardError`, without memory beyond the limit of a page."""
-    table = {"i": list(range(300)), "l": [[n] * (n % 5) for n in range(300)], "s": [f"t{n % 9}" for n in range(300)]}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    rng = random.Random(5)
-    for compression in ("none", "snappy", "zstd"):
-        whole = written(pa.table(table), compression=compression, row_group_size=100, data_page_version="2.0")
-        end = len(whole) - reader.footer_size(whole, len(whole), URL)
-        heads = [start for group in range(3) for start, _ in footer_of(whole).group(group).chunks]
-        for _ in range(100):
-            data = bytearray(whole)
-            at = rng.choice(heads) + rng.randrange(24)
-            new = rng.choice([b"\xff\xff\xff\xff\x0f", b"\xfe\xff\xff\xff\x0f", bytes([rng.randrange(256)])])
-            data[at : at + len(new)] = new
-            with suppress(ShardError):
-                rows_of(bytes(data[:end]) + whole[end:], max_sample_bytes=1 << 20)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
 
 
 def test_checksums_of_pages_are_verified() -> None:
@@ -413,19 +348,5 @@ def test_an_encrypted_column(child: Child) -> None:
 def test_damaged_files_are_rows_or_shard_errors(child: Child, data: bytes) -> None:
     """Any bytes give rows or a ShardError. If pyarrow dies of them, the loader reports the worker's death."""
     answer = child.read(data)
-    event(answer.partition(":")[0])
-    assert answer.startswith(("rows", "ShardError", "died"))
-
-
-@pytest.mark.thorough
-@given(good=st.sampled_from(MANY), data=st.data())
-@settings(deadline=None, max_examples=scaled(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_damaged_footers_are_rows_or_shard_errors(child: Child, good: bytes, data: st.DataObject) -> None:
-    """Here every change is in the metadata, which steers the reading of everything else."""
-    spoiled = bytearray(good)
-    first = len(good) - int.from_bytes(good[-8:-4], "little") - 8
-    for _ in range(data.draw(st.integers(1, 4))):
-        spoiled[data.draw(st.integers(first, len(good) - 1))] = data.draw(st.integers(0, 255))
-    answer = child.read(bytes(spoiled))
     event(answer.partition(":")[0])
     assert answer.startswith(("rows", "ShardError", "died"))

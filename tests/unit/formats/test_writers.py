@@ -34,11 +34,12 @@ from asyncloader.formats.compressing import compressor
 from asyncloader.formats.encoder import BadSample, Part, ShardEncoder
 from asyncloader.formats.jsonl_writer import JsonlEncoder
 from asyncloader.formats.mds_writer import MdsEncoder, MdsFile, mds_index
-from asyncloader.formats.parquet import parse_footer, read_rows
+from asyncloader.formats.parquet import parse_footer
 from asyncloader.formats.parquet_writer import ParquetEncoder
 from asyncloader.formats.tar_writer import TarEncoder
 from asyncloader.formats.tfrecord_writer import TFRecordEncoder, encode_example
 from tests.unit.formats.mds_writer import encode as mds_peer
+from tests.unit.formats.test_parquet import read_rows
 from tests.unit.formats.test_tfrecord import as_ours, example_class
 
 TEXT = st.text(st.characters(codec="utf-8"))

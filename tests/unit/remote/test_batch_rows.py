@@ -20,13 +20,14 @@ from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader import DataLoader, RemoteIterableDataset
 from asyncloader.formats import LocatedSamples
-from asyncloader.formats.parquet import footer_size, parse_footer, read_rows
+from asyncloader.formats.parquet import footer_size, parse_footer
 from asyncloader.formats.rows import MATRIX, Rows
 from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.collate import Collator
 from asyncloader.workers.memory.inline_collate import inline_collate
 from tests.helpers.comparing import assert_same
+from tests.unit.formats.test_parquet import read_rows
 from tests.unit.workers.memory.through_memory import copied
 
 SIZE = 12

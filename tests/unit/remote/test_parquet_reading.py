@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import LocatedSamples, ShardError
 from asyncloader.formats import parquet as parquet_format
-from asyncloader.remote.parquet_sharing import RowOptions, SharedParquet
+from asyncloader.formats.parquet import RowOptions
+from asyncloader.remote.parquet_reading import SharedParquet
 from asyncloader.transports import MemoryTransport, ReadFailed
 from tests.drawn import scaled
 from tests.unit.remote.shards import parquet
@@ -58,7 +59,7 @@ async def test_bytes_are_read_once(most: int, times: int) -> None:
     async with Counted({URL: data}) as transport:
         pinned, tables = transport.pinned(URL), SharedParquet(most)
         quarters = [range(first, first + 10) for first in range(0, ROWS, 10)]
-        reading = [tables.read(pinned, URL, each.start, each.stop, OPTIONS, None) for each in quarters]
+        reading = [tables.read(pinned, URL, start=each.start, stop=each.stop, options=OPTIONS) for each in quarters]
         found = await asyncio.gather(*map(numbers_of, reading))
         assert found == [list(each) for each in quarters]
         assert transport.read_bytes >= times * len(data)
@@ -79,7 +80,7 @@ def test_any_streams(data: st.DataObject) -> None:
     async def run() -> None:
         async with MemoryTransport({URL: parquet(range(ROWS), group=group)}) as transport:
             pinned, tables = transport.pinned(URL), SharedParquet(most)
-            reading = [tables.read(pinned, URL, start, stop, OPTIONS, None) for start, stop in parts]
+            reading = [tables.read(pinned, URL, start=start, stop=stop, options=OPTIONS) for start, stop in parts]
             found: list[list[int]] = [[] for _ in parts]
             for turn in turns:
                 if turn < len(parts) and (rows := await anext(reading[turn], None)) is not None:
@@ -101,7 +102,7 @@ async def test_an_error_is_raised_once() -> None:
     async with Counted({URL: data}) as transport:
         transport.failing = [2]  # after the footer
         pinned, tables = transport.pinned(URL), SharedParquet()
-        reading = [tables.read(pinned, URL, first, first + 10, OPTIONS, None) for first in (0, 10, 20)]
+        reading = [tables.read(pinned, URL, start=first, stop=first + 10, options=OPTIONS) for first in (0, 10, 20)]
         found = await asyncio.gather(*map(numbers_of, reading), return_exceptions=True)
         assert [type(each) for each in found].count(ReadFailed) == 1
         assert [each for each in found if isinstance(each, list)] == [
@@ -121,9 +122,9 @@ async def test_bad_rows() -> None:
         bad: list[ShardError] = []
         first, second = [], list[int]()
         async with (
-            aclosing(tables.read(pinned, URL, 0, 12, OPTIONS, None)) as before,
-            aclosing(tables.read(pinned, URL, 12, 19, OPTIONS, bad.append)) as tolerant,
-            aclosing(tables.read(pinned, URL, 12, 20, OPTIONS, None)) as strict,
+            aclosing(tables.read(pinned, URL, start=0, stop=12, options=OPTIONS)) as before,
+            aclosing(tables.read(pinned, URL, start=12, stop=19, options=OPTIONS, on_bad=bad.append)) as tolerant,
+            aclosing(tables.read(pinned, URL, start=12, stop=20, options=OPTIONS)) as strict,
         ):
             async for rows in before:
                 first += [sample["n"] for sample in rows.samples]
@@ -143,9 +144,10 @@ async def test_a_stream_is_cancelled() -> None:
     async with MemoryTransport({URL: parquet(range(ROWS), group=ROWS, size=5000)}) as transport:
         pinned, tables = transport.pinned(URL), SharedParquet()
         others = [
-            asyncio.create_task(numbers_of(tables.read(pinned, URL, at, at + 10, OPTIONS, None))) for at in (0, 30)
+            asyncio.create_task(numbers_of(tables.read(pinned, URL, start=at, stop=at + 10, options=OPTIONS)))
+            for at in (0, 30)
         ]
-        first = asyncio.create_task(numbers_of(tables.read(pinned, URL, 10, 20, OPTIONS, None)))
+        first = asyncio.create_task(numbers_of(tables.read(pinned, URL, start=10, stop=20, options=OPTIONS)))
         await asyncio.sleep(0)
         first.cancel()
         assert await asyncio.gather(*others) == [list(range(10)), list(range(30, 40))]
