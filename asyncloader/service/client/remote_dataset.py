@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange
     from asyncloader.remote.shard_splitting import EpochPlan
     from asyncloader.service.protocol.records import DatasetInfo
-    from asyncloader.service.protocol.shard_plan import Catalog
+    from asyncloader.service.protocol.shard_plan import Catalog, Plan, PlanRequest
 
 
 class RemoteDataset:
@@ -50,6 +50,16 @@ class RemoteDataset:
             self.state_dict = self.load_state_dict = self._is_elsewhere
         if info.loader_streams is not None:
             self.loader_streams = info.loader_streams
+
+    async def _ask_plan(self, request: PlanRequest) -> Plan:
+        """Have a node plan an epoch. Errors as `ask_plan`."""
+        from asyncloader.service.client.connect import ask_plan
+
+        given_up = threading.Event()
+        try:
+            return await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
+        finally:
+            given_up.set()  # a cancelled epoch must not leave a thread that looks for a node
 
     def _is_elsewhere(self, *_: Any) -> NoReturn:
         raise TypeError(f"{self!r} is read by the service's workers, and has no samples here: iterate the loader")
@@ -178,16 +188,10 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
             ValueError: a node sent an invalid plan.
         """
         from asyncloader.remote.shard_splitting import CatalogRange, EpochPlan, EpochShares, is_catalog_range
-        from asyncloader.service.client.connect import ask_plan
         from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
 
         known = "" if self.catalog is None else self.catalog.fingerprint
-        request = PlanRequest(workers, rank, ranks, key, common, known)
-        given_up = threading.Event()
-        try:
-            plan = await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
-        finally:
-            given_up.set()  # a cancelled epoch must not leave a thread that looks for a node
+        plan = await self._ask_plan(PlanRequest(workers, rank, ranks, key, common, known))
         names = self.shard_urls if plan.fingerprint == known else plan.names
         # The plan comes from a node, which is not trusted: its numbers become indices of lists.
         if not all(is_catalog_range(each, len(names)) for assignment in plan.assignments for each in assignment):
@@ -276,16 +280,10 @@ class _FixedStreams(RemoteDataset, Dataset[Any]):
             await ranks.compare({"samples": samples, "digest of the shards": catalog.fingerprint})
 
     async def _plan(self, batch: int) -> None:
-        from asyncloader.service.client.connect import ask_plan
         from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
 
         if not self._planned:
-            given_up = threading.Event()
-            request = PlanRequest(1, 0, 1, None, True, "")
-            try:
-                plan = await in_thread(partial(ask_plan, self.service, self.defined, request, given_up))
-            finally:
-                given_up.set()
+            plan = await self._ask_plan(PlanRequest(1, 0, 1, None, True, ""))
             if plan.samples is None:
                 raise ValueError("broken stream: a plan of fixed streams without their samples")
             self._planned[:] = [(Catalog(1, 1, plan.fingerprint, batch), plan.samples)]

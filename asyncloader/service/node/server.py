@@ -116,7 +116,7 @@ class Node:
         # A list, so that the processes of all definitions are started before the first is waited for.
         for host in [self._host(served, served.arguments) for served in self._served.values() if not served.open]:
             try:
-                info = await host.first_dataset_info()
+                info = await host.dataset_info(self._workers)
             except NotMade as error:
                 raise ValueError(str(error)) from None
             if info.problem:

@@ -134,7 +134,6 @@ class HostProcesses:
         self._lifeline = Lifeline()
         self._processes: dict[int, _Process] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._info: DatasetInfo | None = None  # of the first process that had the dataset while no other had it
         self._news = asyncio.Event()  # set, and replaced by another, whenever a process has begun or failed
         self._begun: set[int] = set()  # processes that have had their dataset, or have failed, at least once
@@ -145,27 +144,18 @@ class HostProcesses:
 
     def start(self) -> None:
         """Start the processes, without waiting for them. Call it in the node's loop."""
-        self._loop = asyncio.get_running_loop()
         for number in range(self.number):
             self._keep(number)
 
-    async def first_dataset_info(self) -> DatasetInfo:
+    async def dataset_info(self, tries: int = 1) -> DatasetInfo:
         """Return the dataset's info as soon as one process has made it.
 
-        Raises:
-            NotMade: each process has failed.
-        """
-        return await self._dataset_info(tries=self.number)
-
-    async def dataset_info(self) -> DatasetInfo:
-        """Return the dataset's info as soon as one process has made it, for a loader that asks for it.
+        Args:
+            tries: processes that must have failed before it counts as a dataset that cannot be made at the moment.
 
         Raises:
-            NotMade: at the moment it cannot be made.
+            NotMade: it cannot be made.
         """
-        return await self._dataset_info(tries=1)
-
-    async def _dataset_info(self, tries: int) -> DatasetInfo:
         while not self.running and not (self._info is not None and self._info.problem):
             if self.problem and len(self._begun) >= tries:
                 raise NotMade(self.problem)
@@ -243,8 +233,7 @@ class HostProcesses:
         return self._busy_of_dead + sum(_times(each).total for each in self._processes.values())
 
     def _keep(self, number: int, pause: float = 0.0) -> None:
-        assert self._loop is not None
-        task = self._loop.create_task(self._start(number, pause))
+        task = asyncio.get_running_loop().create_task(self._start(number, pause))
         self._tasks.add(task)  # the loop itself has weak references only
         task.add_done_callback(self._tasks.discard)
 
@@ -323,12 +312,11 @@ class HostProcesses:
 
     def _start_later(self, number: int, problem: str, pause: float) -> None:
         """Start a process again that could not make the dataset, after a longer pause than before."""
-        assert self._loop is not None
         pause = min(_LONGEST_PAUSE_S, max(_FIRST_PAUSE_S, 2 * pause))
         if not self.running:  # else the dataset can be made, and loaders have processes
             self.problem = line_of(problem, MOST_PROBLEM)
         self._begins(number)
-        now = self._loop.time()
+        now = asyncio.get_running_loop().time()
         if self._closing.is_set():
             return
         if self._logged.admits(now):

@@ -38,7 +38,7 @@ async def test_one_that_cannot_be_forked(error: Exception, monkeypatch: pytest.M
     processes = HostProcesses(setup, 1)
     processes.start()
     with pytest.raises(NotMade, match=f"data:train: its process cannot be started: {type(error).__name__}"):
-        await processes.first_dataset_info()
+        await processes.dataset_info()
     await tried.wait()
     await processes.close()
 
@@ -62,7 +62,6 @@ async def test_a_reason_behind_many_log_lines() -> None:
     )
     setup: Any = SimpleNamespace(target="data:train", threads=False)
     processes = HostProcesses(setup, 1)
-    processes._loop = asyncio.get_running_loop()
     made = processes._processes[0] = _Process(process)
     processes._died(0, made, 0.0)
     os.close(ended)
