@@ -122,5 +122,6 @@ def test_the_way_of_a_served_batch_is_short(tmp_path: Path) -> None:
     assert all(figure <= bound for figure, bound in zip(figures, BOUNDS, strict=True)), f"{figures}\n\n{text}"
 
 
-BOUNDS = 254, 161, 44
-"""Calls, changes of file, and files, of the loader, the node and the worker process together."""
+BOUNDS = 262, 168, 45
+"""Calls, changes of file, and files, of the loader, the node and the worker process together. On an idle machine they
+are 254, 161 and 44; on a busy one a step may be read in two parts, in every round."""
