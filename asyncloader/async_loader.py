@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
@@ -22,19 +21,15 @@ from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
-from asyncloader.errors import LoaderClosed
-from asyncloader.explain import as_html, as_text, diagnose_run, explain
-from asyncloader.loader_dashboard import LoaderDashboard
-from asyncloader.loader_trace import begin_trace, finish_trace
+from asyncloader.explain import as_html
+from asyncloader.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loader_trace import finish_trace
 from asyncloader.options.auto import SETTABLE, is_auto, set_later
-from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
     B_co,
-    LoaderOptions,
     LoaderSpec,
-    OverridableProperty,
     T_co,
     fixed_option,
     own_constructor,
@@ -51,32 +46,21 @@ from asyncloader.state.single_steps import (
     check_step,
     loader_without_workers,
     no_step,
-    places_of,
-    without_steps,
 )
 from asyncloader.telemetry.counters import recording
-from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import wait_until_left
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
-    from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.snapshot import Reading
-    from asyncloader.progress_bar import EpochProgress
-    from asyncloader.state.single_steps import Place
-    from asyncloader.telemetry.diagnosis import Diagnosis
-    from asyncloader.telemetry.metrics import Metric
-    from asyncloader.tracing.trace import Trace
 
 _SPEC_NAMES = frozenset(OPTION_NAMES) - {"shuffle"}
 _SETTABLE = _SPEC_NAMES - set(OUR_OPTION_NAMES)
 
 
-class AsyncDataLoader(LoaderOptions[T_co, B_co]):
+class AsyncDataLoader(LoaderMethods[T_co, B_co]):
     """Loads batches in worker processes and gives them to ``async for``.
 
     Takes all arguments of `torch.utils.data.DataLoader`, with their meanings, defaults and errors; then, by keyword,
@@ -102,25 +86,19 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
     def _begin(self, keeper: StateKeeper) -> None:
         """Set up the loader's state besides its options; copies and pickles begin with one of their own."""
         given = {*vars(self)}
-        self._statistics = Statistics()
-        self._keeper = keeper
-        # Weak: an iterator that is dropped must be freed at once, and its workers with it.
-        self._iterators: LiveObjects[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] = LiveObjects()
+        self._loader_state = LoaderState(keeper)
         self._pools: LiveObjects[WorkerPool] = LiveObjects()
         self._outdated: weakref.WeakSet[WorkerPool] = weakref.WeakSet()  # pools that must not be used for another epoch
-        self._newest: weakref.ref[AsyncLoaderIterator[Any] | AsyncInlineIterator[Any]] | None = None
         self._kept: tuple[TorchIterator, EpochConfig] | None = None  # the persistent workers' beginning
         self._idle_pool: WorkerPool | None = None
         self._claim: weakref.ref[_LoaderPoolCache] | None = None
-        self._closed = False
-        self._dashboard = LoaderDashboard()
         self._batch_costs = BatchCosts()
         self._running = {"_running", *vars(self)} - given
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what `_begin` makes; a subclass's attributes are included. The spec is copied: its options can be set.
         state = {name: value for name, value in self.__dict__.items() if name not in self._running}
-        return state | {"_spec": copy.copy(self._spec), "_keeper": self._keeper.for_copy()}
+        return state | {"_spec": copy.copy(self._spec), "_keeper": self._asyncloader_state.keeper.for_copy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -146,6 +124,19 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         except ValueError as error:  # torch forbids setting this attribute
             raise ValueError(str(error).replace(type(self._spec).__name__, type(self).__name__)) from None
 
+    @property
+    def _asyncloader_state(self) -> LoaderState:
+        return self._loader_state
+
+    @property
+    def _asyncloader_spec(self) -> LoaderSpec[Any]:
+        return self._spec
+
+    @property
+    def _asyncloader_pool(self) -> WorkerPool | None:
+        newest = self._asyncloader_state.iterator()
+        return (newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool
+
     def __len__(self) -> int:
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
         return len(self._spec)
@@ -160,41 +151,38 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
                 the event loop waits for it; `len` in a thread beforehand spares it that.
             ValueError: `multiprocessing_context` makes threads.
         """
-        if self._closed:
-            raise self._closed_error()
-        spec = self._spec
+        state, spec = self._asyncloader_state, self._spec
+        if state.closed:
+            raise self._asyncloader_closed()
         ask_dataset(spec)
         iterator: AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]
         if has_thread_workers(spec):
             raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
             spec.check_worker_number_rationality()
-        undo = self._keeper.mark()
+        undo = state.keeper.mark()
         try:
-            with recording(self._statistics.recorder):
+            with recording(state.statistics.recorder):
                 if spec.num_workers:
-                    iterator = AsyncLoaderIterator(self._statistics, _LoaderPoolCache(self))
+                    iterator = AsyncLoaderIterator(state.statistics, _LoaderPoolCache(self))
                 else:
-                    iterator = AsyncInlineIterator(spec, self._statistics, self._keeper, self._batch_costs)
+                    iterator = AsyncInlineIterator(spec, state.statistics, state.keeper, self._batch_costs)
         except BaseException:
             undo()
             raise
-        self._newest = weakref.ref(iterator)
+        state.newest = weakref.ref(iterator)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
 
-            watch_ranks(spec, self._statistics)
-        self._iterators.add(iterator)
+            watch_ranks(spec, state.statistics)
+        state.iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.
-        if self._closed:
+        if state.closed:
             iterator.close()
-            raise self._closed_error()
+            raise self._asyncloader_closed()
         if os.environ.get("ASYNCLOADER_TOP") == "1":
-            self._dashboard.watch(self, AsyncDataLoader._watched, self._statistics)
+            state.dashboard.watch(self, AsyncDataLoader._asyncloader_watched, state.statistics)
         return iterator
-
-    def _closed_error(self) -> LoaderClosed:
-        return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
 
     def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochConfig]:
         """Make torch's iterator base for an iterator: it draws the same numbers from the same generators as in torch.
@@ -243,59 +231,54 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
 
     async def aclose(self) -> None:
         """End all iterators and idle workers; wait until their processes have ended. Idempotent."""
-        self._closed = True
-        for iterator in self._iterators:
+        state = self._asyncloader_state
+        state.closed = True
+        for iterator in state.iterators:
             await iterator.aclose()
         await wait_until_left()
         self._idle_pool = None
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in self._pools:
             await shielded(in_thread(pool.stop))
-        if (dashboard := self._dashboard.end()) is not None:
+        if (dashboard := state.dashboard.end()) is not None:
             await shielded(in_thread(dashboard.close))
         if rings := kept_rings_of(self._spec):
             await shielded(in_thread(rings.close))
-        if self._keeper.grouped:
-            await shielded(in_thread(self._keeper.retire_group))
-        if self._statistics.trace is not None:
-            await shielded(in_thread(partial(finish_trace, self._statistics)))
+        if state.keeper.grouped:
+            await shielded(in_thread(state.keeper.retire_group))
+        if state.statistics.trace is not None:
+            await shielded(in_thread(partial(finish_trace, state.statistics)))
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes have ended. Idempotent."""
-        self._closed = True
-        for iterator in self._iterators:
+        state = self._asyncloader_state
+        state.closed = True
+        for iterator in state.iterators:
             iterator.close()
         self._idle_pool = None
         for pool in self._pools:
             pool.stop()
-        if (dashboard := self._dashboard.end()) is not None:
+        if (dashboard := state.dashboard.end()) is not None:
             dashboard.close()
         if rings := kept_rings_of(self._spec):
             rings.close()
-        self._keeper.retire_group()
-        finish_trace(self._statistics)
+        state.keeper.retire_group()
+        finish_trace(state.statistics)
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
-
-    def _newest_iterator(self) -> AsyncLoaderIterator[Any] | AsyncInlineIterator[Any] | None:
-        return None if self._newest is None else self._newest()
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position; see `DataLoader.state_dict`."""
-        return self._keeper.state(self._spec)
+        return self._asyncloader_state.keeper.state(self._spec)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at this position with the next ``aiter()``; see `DataLoader.load_state_dict`."""
-        self._keeper.load(self._spec, state_dict)
+        self._asyncloader_state.keeper.load(self._spec, state_dict)
         # The workers' copies of the dataset have advanced: pools of running iterators must not be reused, either.
         self._outdated.update(self._pools)
         pool, self._idle_pool = self._idle_pool, None
         if pool is not None:
             pool.stop_soon()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``aiter()``; see `DataLoader.set_epoch`."""
-        self._keeper.set_epoch(self._spec, epoch)
 
     def feedback(self, *args: Any, **kwargs: Any) -> None:
         """Call the sampler's `feedback`, as `DataLoader.feedback`. Call it where the loader is iterated."""
@@ -305,105 +288,13 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
         """Make the batch of any step; see `DataLoader.batch_at`."""
         epoch = self.epoch if epoch is None else epoch
         other: AsyncDataLoader[T_co, B_co] = loader_without_workers(self._spec, AsyncDataLoader, rank)
-        with self._keeper.lent_dataset(self._spec):
+        with self._asyncloader_state.keeper.lent_dataset(self._spec):
             async with other:
-                begin_at(other, other._keeper, epoch, step)
+                begin_at(other, other._asyncloader_state.keeper, epoch, step)
                 async for batch in other:
                     check_step(other.state_dict(), epoch, step)
                     return batch
         raise no_step(epoch, step)
-
-    def where(self, index: int, *, epoch: int | None = None) -> list[Place]:
-        """In which batches of which ranks a sample comes; see `DataLoader.where`."""
-        return places_of(self._spec, index, self.epoch if epoch is None else epoch)
-
-    def skip(self, steps: Iterable[int]) -> None:
-        """Leave out steps of the epoch that the next ``aiter()`` begins or resumes; see `DataLoader.skip`."""
-        self.load_state_dict(without_steps(self._spec, self.state_dict(), steps))
-
-    @OverridableProperty
-    def epoch(self) -> int:
-        """The number of the newest iterator's epoch; see `DataLoader.epoch`."""
-        return self._keeper.epoch(self._spec)
-
-    @OverridableProperty
-    def skipped_samples(self) -> list[SkippedSample]:
-        """Samples that raised and were left out or replaced; see `DataLoader.skipped_samples`."""
-        return list(self._statistics.newest_skipped)
-
-    @OverridableProperty
-    def padding(self) -> int:
-        """Samples that only keep the ranks even; see `DataLoader.padding`."""
-        return self._keeper.padding
-
-    def clone(self, **changes: Any) -> Self:
-        """A new loader with the same options, `changes` applied; see `DataLoader.clone`."""
-        return made_from(self._spec, type(self), changes, self)
-
-    @classmethod
-    def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:
-        """A loader with the options of any torch loader, `changes` applied as in `clone`."""
-        return made_from(loader, cls, changes)
-
-    def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
-        """Counts and times of the loader so far; see `DataLoader.stats`."""
-        newest = self._newest_iterator()
-        depth = 0 if newest is None else newest.queue_depth
-        return self._statistics.snapshot(depth, self._keeper.tally.snapshot(), prefix=prefix, interval=interval)
-
-    def metrics(self) -> list[Metric]:
-        """`stats()` with types and units, for an exporter; see `DataLoader.metrics`."""
-        from asyncloader.telemetry.metrics import metrics
-
-        return metrics(self.stats(), self._statistics.blocks())
-
-    def diagnose(self) -> Diagnosis:
-        """The bound of the run so far, and settings worth trying; see `DataLoader.diagnose`."""
-        return diagnose_run(self._spec, self._statistics)
-
-    def progress(self) -> EpochProgress[B_co]:
-        """The batches with a progress bar: ``async for batch in loader.progress()``; see `DataLoader.progress`."""
-        from asyncloader.progress_bar import EpochProgress
-
-        return EpochProgress(
-            self, self._statistics, lambda: self._keeper.steps_before, lambda: f"epoch {self.epoch}", self.diagnose
-        )
-
-    def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
-        """Record what each worker and this process does from now on; see `DataLoader.trace`. ``async with`` writes the
-        file in a thread.
-        """
-        return begin_trace(type(self).__name__, self._spec, self._statistics, file, last)
-
-    def explain(self) -> str:
-        """The effective configuration, and `diagnose` in words; see `DataLoader.explain`."""
-        newest = self._newest_iterator()
-        pool = newest.pool if isinstance(newest, AsyncLoaderIterator) else None
-        return explain(type(self).__name__, self._spec, self._statistics, pool or self._idle_pool)
-
-    def dashboard(self, port: int = 0) -> Dashboard:
-        """Serve a page that shows the loader while it runs; see `DataLoader.dashboard`."""
-        opened = None
-        if not self._closed:
-            opened = self._dashboard.open(self, AsyncDataLoader._watched, self._statistics, port)
-        if opened is None:
-            raise self._closed_error()
-        return opened
-
-    def _watched(self) -> Reading:
-        from asyncloader.live.reading import read
-
-        newest = self._newest_iterator()
-        return read(
-            self._spec,
-            self._statistics,
-            kind=type(self).__name__,
-            place=self._place,
-            left_out=self._keeper.tally.snapshot(),
-            queue_depth=0 if newest is None else newest.queue_depth,
-            pool=(newest.pool if isinstance(newest, AsyncLoaderIterator) else None) or self._idle_pool,
-            closed=self._closed,
-        )
 
     def __iter__(self) -> NoReturn:
         """Raises TypeError: batches are awaited."""
@@ -412,19 +303,9 @@ class AsyncDataLoader(LoaderOptions[T_co, B_co]):
             "the same arguments"
         )
 
-    def __repr__(self) -> str:
-        try:
-            return as_text(type(self).__name__, self._spec, self._place)
-        except AttributeError:  # its constructor has not ended: a debugger or a traceback shows it
-            return object.__repr__(self)
-
     def _repr_html_(self) -> str:
-        run = self._watched() if self._statistics.epochs else None
-        return as_html(type(self).__name__, self._spec, self._place, run)
-
-    @property
-    def _place(self) -> str:
-        return "closed" if self._closed else self._keeper.place
+        run = self._asyncloader_watched() if self._asyncloader_state.statistics.epochs else None
+        return as_html(type(self).__name__, self._spec, self._asyncloader_place, run)
 
 
 own_constructor(AsyncDataLoader, "AsyncDataLoader")
@@ -439,7 +320,7 @@ class _LoaderPoolCache:
         self._loader = loader
 
     def begin_epoch(self) -> tuple[Progress, TorchIterator, EpochConfig]:
-        progress = self._loader._keeper.begin(self._loader._spec)
+        progress = self._loader._asyncloader_state.keeper.begin(self._loader._spec)
         self._epoch = self._loader._begin_torch_iter(progress, self)
         return progress, *self._epoch
 
@@ -465,7 +346,7 @@ class _LoaderPoolCache:
 
     def put_back(self, pool: WorkerPool) -> bool:
         loader = self._loader
-        if not self._epoch[1].persistent_workers or loader._closed or loader._idle_pool is not None:
+        if not self._epoch[1].persistent_workers or loader._asyncloader_state.closed or loader._idle_pool is not None:
             return False
         if pool.broken or pool in loader._outdated:
             return False

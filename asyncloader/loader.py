@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 import torch
@@ -19,18 +19,16 @@ from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers, refusal
-from asyncloader.errors import LoaderClosed, StateError
-from asyncloader.explain import as_html, as_text, diagnose_run, explain
-from asyncloader.loader_dashboard import LoaderDashboard
-from asyncloader.loader_trace import begin_trace, finish_trace
+from asyncloader.errors import StateError
+from asyncloader.explain import as_html
+from asyncloader.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loader_trace import finish_trace
 from asyncloader.never_iterated import taken, warn_if_replaced
 from asyncloader.options.auto import SETTABLE, set_later
-from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
     B_co,
     LoaderSpec,
-    OverridableProperty,
     T_co,
     async_index_source,
     fixed_option,
@@ -44,24 +42,13 @@ from asyncloader.state.single_steps import (
     check_step,
     loader_without_workers,
     no_step,
-    places_of,
-    without_steps,
 )
 from asyncloader.telemetry.counters import recording
-from asyncloader.telemetry.statistics import Statistics
 from asyncloader.worker_trial import choose_workers
-from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
-    from asyncloader.live.dashboard import Dashboard
-    from asyncloader.live.snapshot import Reading
-    from asyncloader.progress_bar import EpochProgress
-    from asyncloader.state.single_steps import Place
-    from asyncloader.telemetry.diagnosis import Diagnosis
-    from asyncloader.telemetry.metrics import Metric
-    from asyncloader.tracing.trace import Trace
 
     class BatchIterator(_BaseDataLoaderIter, Generic[B_co]):
         """What `iter()` gives, to type checkers: torch's iterator, whose batches have a type."""
@@ -69,7 +56,7 @@ if TYPE_CHECKING:
         def __next__(self) -> B_co: ...
 
 
-class DataLoader(LoaderSpec[T_co, B_co]):
+class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
     """torch's DataLoader, with batches that arrive through shared-memory rings.
 
     Signature, checks, attributes and batches are torch's; asyncloader's own arguments come last, by keyword only (see
@@ -88,6 +75,15 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             copied = self.__dict__.pop("_asyncloader_keeper", None) if state is None else state.keeper.for_copy()
             state = self.__dict__["_asyncloader_state"] = _FacadeState(copied or StateKeeper())
         return state
+
+    @property
+    def _asyncloader_spec(self) -> Self:
+        return self
+
+    @property
+    def _asyncloader_pool(self) -> WorkerPool | None:
+        newest = self._asyncloader_state.iterator()
+        return newest._pool if isinstance(newest, WorkerIterator) else None
 
     def __iter__(self) -> BatchIterator[B_co]:
         """Begin an epoch, or the rest of a loaded state's epoch, and return the iterator of its batches. Workers start
@@ -141,9 +137,6 @@ class DataLoader(LoaderSpec[T_co, B_co]):
             state.dashboard.watch(self, DataLoader._asyncloader_watched, state.statistics)
         return iterator
 
-    def _asyncloader_closed(self) -> LoaderClosed:
-        return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
-
     def __enter__(self) -> Self:
         return self
 
@@ -192,14 +185,6 @@ class DataLoader(LoaderSpec[T_co, B_co]):
         self._asyncloader_state.keeper.load(self, state_dict)
         # As in torchdata: persistent workers end, because their copies of the dataset have advanced.
         self._iterator = None
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next ``iter()``, also on samplers and datasets that have `set_epoch`.
-
-        In seeded mode the order depends on the epoch, which advances by itself when one was delivered completely. In
-        torch mode only the sampler uses it.
-        """
-        self._asyncloader_state.keeper.set_epoch(self, epoch)
 
     def feedback(self, *args: Any, **kwargs: Any) -> None:
         """Call the sampler's method `feedback` with these arguments, to pass on the trainer's results.
@@ -250,170 +235,6 @@ class DataLoader(LoaderSpec[T_co, B_co]):
                 return batch
         raise no_step(epoch, step)
 
-    def where(self, index: int, *, epoch: int | None = None) -> list[Place]:
-        """Find the batches of all ranks in which a sample comes: a list of (step, rank, number in the batch). Seeded
-        mode only.
-
-        Takes under a millisecond for a dataset of any size whose order the loader computes (`shuffle`). The indices of
-        another sampler are read up to the end, without their samples.
-
-        Args:
-            index: the sample's index in the dataset.
-            epoch: the epoch's number. Default: `epoch`.
-
-        Raises:
-            ValueError: as in `batch_at`; or the samples have no indices (RemoteIterableDataset).
-        """
-        return places_of(self, index, self.epoch if epoch is None else epoch)
-
-    def skip(self, steps: Iterable[int]) -> None:
-        """Leave out steps of the epoch that the next ``iter()`` begins or resumes, without reading them. States that
-        are saved then leave them out, too. Seeded mode only; to be called on every rank.
-
-        Args:
-            steps: numbers of batches in the epoch, from 0.
-
-        Raises:
-            IndexError: the epoch has fewer batches; raised by the iterator where the samples of streams are counted
-                first.
-            ValueError: a step is not a number from 0 on, or the batches do not follow from epoch and step (see
-                `batch_at`).
-        """
-        self.load_state_dict(without_steps(self, self.state_dict(), steps))
-
-    @OverridableProperty
-    def epoch(self) -> int:
-        """The number of the newest iterator's epoch, from 0; once that was delivered, and before the first, the next
-        one's. An epoch that is left early does not count. In seeded mode the number determines the order.
-        """
-        return self._asyncloader_state.keeper.epoch(self)
-
-    @OverridableProperty
-    def skipped_samples(self) -> list[SkippedSample]:
-        """The newest iterator's samples that raised and were left out or replaced (`on_error`), with their tracebacks,
-        in the order of their batches. A copy. Errors that were raised to the user are not included.
-        """
-        return list(self._asyncloader_state.statistics.newest_skipped)
-
-    @OverridableProperty
-    def padding(self) -> int:
-        """Samples at the end of the newest iterator's last batch that only keep the ranks even; usually 0."""
-        return self._asyncloader_state.keeper.padding
-
-    def clone(self, **changes: Any) -> Self:
-        """A new loader of the same class and options, `changes` applied.
-
-        Args:
-            changes: constructor arguments by name, and fields of those that are objects: ``worker_timeout=30`` changes
-                that of `recovery` alone. ``batch_sampler`` replaces all arguments about batches, ``sampler``
-                replaces ``shuffle``, ``num_workers=0`` drops the arguments that need workers. A default sampler is made
-                again, for the clone's dataset.
-        """
-        return made_from(self, type(self), changes, self)
-
-    @classmethod
-    def from_torch(cls, loader: torch.utils.data.DataLoader[Any], **changes: Any) -> Self:
-        """A loader of this class with the options of any torch loader, `changes` applied as in `clone`."""
-        return made_from(loader, cls, changes)
-
-    def stats(self, prefix: str = "", *, interval: bool = False) -> dict[str, float]:
-        """Counts and times of all iterators so far, as a new flat dictionary of floats. O(1), from any thread.
-
-        Args:
-            prefix: put before every key, as ``"train/"``.
-            interval: count only from the last call with ``interval=True`` on.
-        """
-        state = self._asyncloader_state
-        newest = state.iterator()
-        depth = 0 if newest is None else newest.queue_depth
-        return state.statistics.snapshot(depth, state.keeper.tally.snapshot(), prefix=prefix, interval=interval)
-
-    def metrics(self) -> list[Metric]:
-        """`stats()` with types, units, help and labels, for an exporter; times of stages apart for each worker."""
-        from asyncloader.telemetry.metrics import metrics
-
-        return metrics(self.stats(), self._asyncloader_state.statistics.blocks())
-
-    def diagnose(self) -> Diagnosis:
-        """What bounds the run so far, the figures that show it, what "auto" has measured, and settings worth trying.
-
-        ``loader.clone(**candidate)`` applies one of `Diagnosis.candidates`. None alters the order or the samples.
-        """
-        return diagnose_run(self, self._asyncloader_state.statistics)
-
-    def progress(self) -> EpochProgress[B_co]:
-        """The loader's batches, with a progress bar: ``for batch in loader.progress()``.
-
-        In a terminal, on standard error, tqdm's or rich's bar shows the steps, the rate, the share of waiting in the
-        last seconds, and the bound that `diagnose` finds. Without a terminal, or either package, nothing is shown.
-        Each iteration is a new epoch.
-        """
-        from asyncloader.progress_bar import EpochProgress
-
-        state = self._asyncloader_state
-        return EpochProgress(
-            self, state.statistics, lambda: state.keeper.steps_before, lambda: f"epoch {self.epoch}", self.diagnose
-        )
-
-    def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
-        """Record what each worker and this process does from now on, until the returned trace is closed, as a ``with``
-        block does, or the loader's `close`. The file has Chrome's trace events, which ui.perfetto.dev and ``asyncloader
-        trace`` show. Memory is bounded: the newest 50,000 batches or so are kept.
-
-        Args:
-            file: ends with ``.json`` or ``.json.gz``. It is written when the trace ends, by `Trace.dump`, and if `last`
-                is given also beside it, under a number and the reason: when the consumer gets a `LoaderTimeout`, or
-                `diagnose` names another bound than before; at most 10 times.
-            last: seconds that a file covers, for a trace that stays on. Default: all.
-
-        Raises:
-            OSError: the file cannot be written.
-            RuntimeError, ValueError: the loader is being traced already; the file's name, or `last`.
-        """
-        return begin_trace(type(self).__name__, self, self._asyncloader_state.statistics, file, last)
-
-    def explain(self) -> str:
-        """The effective configuration, and what bounds the run and what to change: `diagnose` in words."""
-        newest = self._asyncloader_state.iterator()
-        pool = newest._pool if isinstance(newest, WorkerIterator) else None
-        return explain(type(self).__name__, self, self._asyncloader_state.statistics, pool)
-
-    def dashboard(self, port: int = 0) -> Dashboard:
-        """Serve a page that shows the loader while it runs: ``print(loader.dashboard())`` prints its address.
-
-        It is served to this machine alone, at an address with a secret, by a thread of its own, until `close`; and
-        `asyncloader top` shows the same in a terminal. Further calls return the same object.
-
-        Args:
-            port: the page's; 0: any that is free.
-
-        Raises:
-            LoaderClosed: the loader is closed.
-            OSError: the port is in use, or the folder for the socket of `asyncloader top` cannot be used.
-        """
-        state, opened = self._asyncloader_state, None
-        if not state.closed:
-            opened = state.dashboard.open(self, DataLoader._asyncloader_watched, state.statistics, port)
-        if opened is None:
-            raise self._asyncloader_closed()
-        return opened
-
-    def _asyncloader_watched(self) -> Reading:
-        from asyncloader.live.reading import read
-
-        state = self._asyncloader_state
-        newest = state.iterator()
-        return read(
-            self,
-            state.statistics,
-            kind=type(self).__name__,
-            place=self._asyncloader_place,
-            left_out=state.keeper.tally.snapshot(),
-            queue_depth=0 if newest is None else newest.queue_depth,
-            pool=newest._pool if isinstance(newest, WorkerIterator) else None,
-            closed=state.closed,
-        )
-
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         used: _FacadeState | None = state.pop("_asyncloader_state", None)
@@ -461,12 +282,6 @@ class DataLoader(LoaderSpec[T_co, B_co]):
     async def __aexit__(self, *_: object) -> None:
         """Not reached; ``async with`` looks for it first."""
 
-    def __repr__(self) -> str:
-        try:
-            return as_text(type(self).__name__, self, self._asyncloader_place)
-        except AttributeError:  # its constructor has not ended: a debugger or a traceback shows it
-            return object.__repr__(self)
-
     def _repr_html_(self) -> str:
         # Not made for this: it means "was used".
         used = "_asyncloader_state" in self.__dict__ and self._asyncloader_state.statistics.epochs
@@ -492,18 +307,9 @@ async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
     function(*args, **kwargs)
 
 
-class _FacadeState:
-    """A loader's state besides its options."""
+class _FacadeState(LoaderState):
+    """A loader's state besides its options, with the loop's thread of its iterators."""
 
     def __init__(self, keeper: StateKeeper) -> None:
-        self.owner = os.getpid()
-        self.statistics = Statistics()
+        super().__init__(keeper)
         self.bridge = Bridge()
-        self.keeper = keeper
-        self.closed = False
-        self.dashboard = LoaderDashboard()
-        self.iterators: LiveObjects[SyncInlineIterator | WorkerIterator | ThreadIterator] = LiveObjects()
-        self.newest: weakref.ref[SyncInlineIterator | WorkerIterator] | None = None
-
-    def iterator(self) -> SyncInlineIterator | WorkerIterator | None:
-        return None if self.newest is None else self.newest()

@@ -35,7 +35,7 @@ FLOORS = [
     "state",
     "epoch",
     "explain loader_dashboard loader_trace progress_bar worker_trial",
-    "live",
+    "live loader_methods",
     "loader async_loader",
     "stateful_loader writing",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),

@@ -52,7 +52,7 @@ def _entries(name: str) -> tuple[float, float]:
 
 
 def _statistics(loader: Any) -> Any:
-    return loader._statistics if hasattr(loader, "_statistics") else loader._asyncloader_state.statistics
+    return loader._asyncloader_state.statistics
 
 
 def _entry_s() -> float:
