@@ -96,6 +96,13 @@ def test_views_of_one_storage_stay_views_of_one() -> None:
     assert copies[id(second)][10] == -1
 
 
+def test_a_view_within_another_is_in_its_copy() -> None:
+    """The copied range ends where the longer tensor does, whichever tensor begins last."""
+    whole = torch.arange(100)
+    assert check([whole, whole[10:20], whole[90:]]) == [800]
+    assert check([whole[10:20], whole]) == [800]
+
+
 def test_a_few_elements_of_much_memory_are_gathered() -> None:
     """The column belongs to a large table outside the batch: the table stays where it is."""
     table = torch.arange(100_000).view(1000, 100)

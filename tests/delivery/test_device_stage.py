@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import queue
 import threading
 from typing import Any
 
-import pytest
 import torch
 
 from asyncloader.delivery.device_stage import DeviceStage
@@ -149,34 +147,6 @@ def test_a_batch_that_others_hold_is_copied_out_and_staged() -> None:
     assert torch.equal(held, batch_of(9))
     assert world.device.sources == ["pinned"]
     assert (world.statistics.ring_copies, world.statistics.staged_batches) == (1, 1)
-    world.close()
-
-
-def test_a_segment_of_its_own_is_staged() -> None:
-    """A batch too large for its slot is copied to page-locked memory first; its segment is closed."""
-    world = World()
-    item = deliver(5, None)
-    world.put(item)
-    fd = item.outcome.fd
-    del item
-    batch = world.take()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    world.device.advance()
-    assert torch.equal(batch, batch_of(5))
-    assert (world.device.sources, world.statistics.staged_batches) == (["pinned"], 1)
-    world.close()
-
-
-def test_without_locks_everything_is_staged() -> None:
-    """The driver cannot lock memory; the slot is free after the copy."""
-    world, ring = World(lockable=False), new_ring()
-    world.put(deliver(0, ring))
-    batch = world.take()
-    world.device.advance()
-    world.stage.close()
-    assert torch.equal(batch, batch_of(0))
-    assert (world.device.sources, world.statistics.staged_batches, ring.idle) == (["pinned"], 1, True)
     world.close()
 
 

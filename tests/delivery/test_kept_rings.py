@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,26 +111,6 @@ def test_closing_and_dropping_a_loader() -> None:
                 assert len(machine.locked) == 2
                 del batches
             assert unlocked(machine)
-
-
-def test_other_options() -> None:
-    """A ring has slots for a number of batches ahead: when that changes, new rings replace the old ones."""
-    with installed() as machine, DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:
-        assert len(list(loader)) == 20
-        loader.prefetch_factor = 5
-        assert len(list(loader)) == 20
-        assert [lock.undone for lock in machine.locks] == [1, 1, 0, 0]
-
-
-@pytest.mark.thorough
-def test_a_number_of_descriptors_that_stays() -> None:
-    """It is the same after each epoch."""
-    with installed(), DataLoader[Any](Numbers(20), num_workers=2, device="cpu") as loader:
-        counts = []
-        for _ in range(4):
-            assert len(list(loader)) == 20
-            counts.append(len(list(Path("/dev/fd").iterdir())))
-    assert len(set(counts)) == 1
 
 
 def test_a_fork_between_epochs() -> None:

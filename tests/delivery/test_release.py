@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 
 import pytest
-import torch
 
 from asyncloader.delivery.device_stage import Releaser
 from asyncloader.telemetry.counters import Recorder
@@ -119,22 +117,3 @@ def test_stopping_waits_for_what_is_held() -> None:
     assert not releaser.thread.is_alive()
     releaser.stop()
     assert releaser.count() == 0
-
-
-def test_dropped_it_ends_when_nothing_is_held() -> None:
-    """Its thread does not end before: the device still reads the source."""
-    machine, (event,) = events(1)
-    releaser = Releaser(Recorder())
-    source = torch.zeros(3)
-    gone = weakref.ref(source)
-    releaser.hold(event, source, 0.0)
-    thread = releaser.thread
-    del releaser, source
-    gc.collect()
-    assert machine.device.waits.get(timeout=PATIENCE_S) is event
-    assert gone() is not None
-    assert thread.is_alive()
-    machine.device.advance()
-    thread.join(PATIENCE_S)
-    assert not thread.is_alive()
-    assert gone() is None

@@ -103,31 +103,6 @@ def test_an_error_in_front_is_not_held_back() -> None:
     assert stage.most == 1
 
 
-def test_any_thread_may_put_and_take() -> None:
-    """All items come out, those of each thread in its order."""
-    stage = Opening(2)
-    rings = [new_ring(40) for _ in range(3)]
-    items = [[deliver(number * 100 + step, ring) for step in range(25)] for number, ring in enumerate(rings)]
-
-    def put(mine: list[Deliver]) -> None:
-        while mine:
-            stage.put(mine.pop(0))
-
-    threads = [threading.Thread(target=put, args=(mine,)) for mine in items]
-    for thread in threads:
-        thread.start()
-    found = []
-    for _ in range(75):
-        found.append(seq_of(stage.next()))
-        stage.taken()
-    for thread in threads:
-        thread.join()
-    stage.close()
-    for number in range(3):
-        assert [seq for seq in found if seq // 100 == number] == [number * 100 + step for step in range(25)]
-    assert all(ring.idle for ring in rings)
-
-
 def test_finish_is_called_once_at_the_end() -> None:
     """It is called in the stage's thread, before `close` returns, whether the stage has batches or was never used."""
     ring, stage = new_ring(), Opening(2)

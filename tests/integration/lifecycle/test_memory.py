@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import os
-import random
 import signal
 from collections import deque
 from pathlib import Path
@@ -28,37 +27,6 @@ def growing(n: int) -> list[int]:
     sizes = [1 << (4 + i % 18) for i in range(n)]
     sizes[n // 2] = 9 << 20
     return sizes
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-def test_batches_that_are_held_never_change(kind: str) -> None:
-    """A consumer that keeps some batches and drops others, in random order, finds each batch unchanged."""
-    choose = random.Random(5)
-    held: list[tuple[int, Any]] = []
-
-    def check(position: int, batch: Any) -> None:
-        held.append((position, batch))
-        if choose.random() < 0.6:
-            held.pop(choose.randrange(len(held)))
-        for index, kept in held:
-            assert bool((kept == index % 251).all()), f"batch {index} was overwritten"
-
-    if kind == "sync":
-        for position, batch in enumerate(DataLoader[Any](Sized([30_000] * 400), num_workers=2)):
-            check(position, batch)
-    else:
-
-        async def run() -> None:
-            position = 0
-            async with AsyncDataLoader[Any](Sized([30_000] * 400), num_workers=2) as loader:
-                async for batch in loader:
-                    check(position, batch)
-                    position += 1
-                    del batch
-
-        run_async(run())
-    assert len(held) > 50
 
 
 class Killed(Sized):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import multiprocessing
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,10 +21,6 @@ from asyncloader.workers.pool import WorkerPool
 from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
 from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads
 from tests.helpers.sealed import Sealed
-
-
-def firsts(batches: list[Any]) -> list[float]:
-    return [float(batch[0, 0]) for batch in batches]
 
 
 def our_threads() -> list[str]:
@@ -137,39 +132,6 @@ def test_close_by_another_thread_while_an_iterator_is_made(kind: Any, workers: i
         del making
 
 
-@pytest.mark.parametrize("kind", [DataLoader, AsyncDataLoader])
-def test_close_while_another_thread_adds_an_iterator(kind: Any) -> None:
-    """An iterator that another thread has made while `close` goes through the iterators does not disturb it."""
-    sampler = Held()
-    loader = kind(Numbers(3), batch_sampler=sampler)
-    sampler.go.set()
-    iterators = [make_iterator(loader) for _ in range(2)]
-    sampler.go.clear()
-    sampler.reached.clear()
-    refused: list[Any] = []
-
-    def meanwhile(frame: Any, event: str, _: Any) -> Any:
-        if frame.f_code.co_name == "__iter__" and event == "return" and not refused:  # the first iterator was found
-            sampler.go.set()
-            refused.append(making.exception(PATIENCE_S))
-        return meanwhile
-
-    with ThreadPoolExecutor(1) as threads:
-        making = threads.submit(make_iterator, loader)
-        assert sampler.reached.wait(PATIENCE_S)
-        before = sys.gettrace()
-        sys.settrace(meanwhile)
-        try:
-            loader.close()
-        finally:
-            sys.settrace(before)
-            sampler.go.set()
-    assert isinstance(refused.pop(), LoaderClosed)
-    for batches in iterators:
-        with pytest.raises(LoaderClosed):
-            next(batches) if kind is DataLoader else asyncio.run(anext(batches))
-
-
 def test_two_threads_in_one_iterator() -> None:
     """The second gets an error, and the first all batches. One after the other they may take turns."""
     held = threading.Event()
@@ -214,24 +176,6 @@ def test_two_threads_close_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> 
         first.result(PATIENCE_S)
     assert len(safe) > 1
     assert all(safe)
-
-
-def test_a_thread_closes_while_another_begins_to_close(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The iterator leaves the loop once, which another iterator of the loader still uses."""
-    with DataLoader[Any](Numbers(4), num_workers=1, workers="threads") as loader, ThreadPoolExecutor(1) as threads:
-        batches: Any = iter(loader)
-        other = iter(loader)
-        begun: list[bool] = []
-
-        def in_loop_thread(bridge: Bridge, original: Any = Bridge.in_loop_thread.fget) -> bool:  # type: ignore[attr-defined]
-            if not begun:
-                begun.append(True)  # the other thread asks, too
-                threads.submit(batches._shutdown_workers).result(PATIENCE_S)
-            return bool(original(bridge))
-
-        monkeypatch.setattr(Bridge, "in_loop_thread", property(in_loop_thread))
-        batches._shutdown_workers()
-        assert firsts(list(other)) == [0, 100, 200, 300]
 
 
 def test_persistent_workers_are_one_iterator() -> None:

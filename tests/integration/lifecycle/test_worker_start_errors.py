@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader, StatefulDataLoader
 from tests.helpers.running import BOTH, run_async
@@ -25,18 +25,6 @@ class Refused(Exception):
 def refuse(worker: int) -> None:
     if worker == 1:
         raise Refused(f"by worker {worker}")
-
-
-class Once(IterableDataset[Any]):
-    """A stream whose `__iter__` works once in each process."""
-
-    epochs = 0
-
-    def __iter__(self) -> Any:
-        self.epochs += 1
-        if self.epochs > 1:
-            raise Refused("the second epoch")
-        return iter(ROWS)
 
 
 @pytest.mark.thorough
@@ -62,16 +50,6 @@ def test_a_plain_loader_raises_it_with_that_workers_first_batch(method: str) -> 
     assert next(batches).tolist() == [0, 1]
     with pytest.raises(Refused, match="by worker 1"):
         next(batches)
-    loader.close()
-
-
-def test_persistent_workers_begin_each_epoch_so() -> None:
-    """A later epoch that cannot begin is an error of `iter()`; the next `iter()` starts new workers."""
-    loader: Any = StatefulDataLoader(Once(), 3, num_workers=1, multiprocessing_context="fork", persistent_workers=True)
-    assert len(list(loader)) == 2
-    with pytest.raises(Refused, match="the second epoch"):
-        iter(loader)
-    assert len(list(loader)) == 2
     loader.close()
 
 

@@ -72,26 +72,6 @@ def test_the_last_iterator_ends_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_a_batch_sampler_gets_it_first(kind: str) -> None:
-    """A batch sampler with `feedback` gets the report."""
-
-    class Listening:
-        def __init__(self) -> None:
-            self.heard: list[Any] = []
-
-        def __iter__(self) -> Any:
-            return iter([[0], [1]])
-
-        def feedback(self, report: Any) -> None:
-            self.heard.append(report)
-
-    sampler = Listening()
-    with Stepwise(kind, Rows(N), batch_sampler=sampler) as run:
-        run.call(run.loader.feedback, "loss")
-    assert sampler.heard == ["loss"]
-
-
-@pytest.mark.parametrize("kind", BOTH)
 def test_a_sampler_that_does_not_listen(kind: str) -> None:
     """A TypeError names the sampler and the method that it lacks."""
     with (

@@ -82,17 +82,6 @@ def test_views(name: str) -> None:
         assert_same(epochs_of(kind, VIEWS[name](), num_workers=workers, **SEEDED), expected)
 
 
-def test_a_view_of_samples_draws_as_the_samples_do() -> None:
-    """A subset of a dataset is read sample by sample: it gives the samples of a sampler with the same indices."""
-    indices = [5, 3, 3, 40, 11, 0, 9]
-    plain = epochs_of("sync", AllDraws(N), batch_size=3, seed=7, sampler=indices)
-    assert_same(epochs_of("sync", Subset(AllDraws(N), indices), batch_size=3, seed=7), plain)
-    parts: Any = ConcatDataset([Subset(AllDraws(N), indices[:2]), Subset(AllDraws(N), indices[2:])])
-    assert_same(epochs_of("sync", parts, batch_size=3, seed=7), plain)
-    stack = StackDataset(Rows(len(indices)), Subset(AllDraws(N), indices))
-    assert_same([b[1] for b in epochs_of("sync", stack, batch_size=3, seed=7)[0]], plain[0])
-
-
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_makes_a_whole_batch_is_seeded_by_the_batch(kind: str, workers: int) -> None:

@@ -38,17 +38,6 @@ def test_ranks_joined_are_one_rank(kind: str, workers: int, make: Any) -> None:
             assert_same(joined([rank[number] for rank in ranks]), expected[number])
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_batches_of_a_users_batch_sampler_go_round(world: int, workers: int) -> None:
-    """Rank r gets the batches number r, r + world_size, ..., which equal those of a single rank to the byte."""
-    lists = [[i] * (1 + i % 3) for i in range(12)]
-    alone = epochs_of("sync", AllDraws(12), batch_sampler=Lists(lists), seed=5)[0]
-    ranks = ranks_of("sync", AllDraws(12), world, batch_sampler=Lists(lists), seed=5, num_workers=workers)
-    for rank, (got,) in enumerate(ranks):
-        assert_same(got, alone[rank::world])
-
-
 def test_a_datasets_whole_batches_are_not_promised_across_ranks_but_repeat() -> None:
     """A dataset's own `__getitems__` is seeded by the batch: the numbers repeat for the same number of ranks."""
     one = ranks_of("sync", WholeDraws(24), 2, batch_size=4, seed=5)

@@ -74,27 +74,6 @@ def test_it_is_the_same_at_every_place(kind: str, options: dict[str, Any]) -> No
     assert states[0] == states[1]
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_ranks_have_the_same_state(kind: str) -> None:
-    """For a map dataset every rank's state is the same, and loads into another number of ranks: only that number
-    itself, which errors name, differs.
-    """
-    states: list[dict[str, Any]] = []
-    for world in (1, 2, 4):
-        for rank in range(world):
-            options: dict[str, Any] = {"batch_size": 8 // world, "seed": 1, "rank": rank, "world_size": world}
-            with Stepwise(kind, Rows(64), **options) as run:
-                run.begin()
-                run.take(3)
-                states.append(run.loader.state_dict())
-    assert [state["world_size"] for state in states] == [1, 2, 2, 4, 4, 4, 4]
-    assert all(state == states[0] | {"world_size": state["world_size"]} for state in states)
-    with Stepwise(kind, Rows(64), batch_size=4, seed=1, rank=1, world_size=2) as run:
-        run.loader.load_state_dict(states[0])
-        run.begin()
-        assert run.step().tolist() == [28, 29, 30, 31]
-
-
 # ------------------------------------------------------------------------------------------- the dictionary
 
 
@@ -130,17 +109,6 @@ def test_it_passes_through_json_and_a_careful_torch_load() -> None:
         torch.save(state, file)
         file.seek(0)
         assert torch.load(file, weights_only=True) == state
-
-
-def test_far_positions_are_sought() -> None:
-    """A position far into a huge epoch is found without the order before it: the first batch is delivered at once."""
-    with Stepwise("sync", Rows(1 << 40), **SEEDED) as run:
-        state = run.loader.state_dict() | {"step": 1 << 37}
-        run.loader.load_state_dict(state)
-        run.begin()
-        got = run.step().tolist()
-    order = run.loader.sampler.iter_from(4 << 37)
-    assert got == [next(order) for _ in range(4)]
 
 
 # ------------------------------------------------------------------------------------------- several iterators

@@ -15,7 +15,6 @@ from asyncloader import (
     DataLoader,
     DeviceOptions,
     Recovery,
-    StateError,
     StatefulDataLoader,
     StatefulDistributedSampler,
     StatefulRandomSampler,
@@ -153,28 +152,6 @@ def test_what_is_read_again_is_said() -> None:
         warnings.simplefilter("error")
         other.load_state_dict(StatefulDataLoader(Plain(), 2).state_dict())
         StatefulDataLoader(Stream(), 2).load_state_dict(StatefulDataLoader(Stream(), 2).state_dict())
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_other_numbers_of_workers(before: int, after: int) -> None:
-    """A stream's state fits the number of workers it was saved with; a map dataset's order fits any number."""
-    loader = StatefulDataLoader(Stream(), 2, num_workers=before)
-    iterator = iter(loader)
-    next(iterator)
-    with pytest.raises(StateError, match=f"num_workers={before}, but this loader has num_workers={after}"):
-        StatefulDataLoader(Stream(), 2, num_workers=after).load_state_dict(loader.state_dict())
-    loader = StatefulDataLoader(Rows(), 2, num_workers=before, sampler=Order())
-    iterator = iter(loader)
-    next(iterator)
-    rest = StatefulDataLoader(Rows(), 2, num_workers=after, sampler=Order())
-    rest.load_state_dict(loader.state_dict())
-    assert plain(rest) == plain(iterator)
-
-
-def test_states_of_torchdata_are_refused() -> None:
-    """The layout is ours: a state of torchdata is named in the error."""
-    with pytest.raises(StateError, match="looks like one of torchdata's"):
-        StatefulDataLoader(Rows(), 2).load_state_dict({"_snapshot": {}, "_steps_since_snapshot": 1})
 
 
 # ------------------------------------------------------------------------------------------------- the constructor

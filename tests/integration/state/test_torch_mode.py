@@ -15,7 +15,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from asyncloader import sample_rng
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import BOTH
 from tests.helpers.seeded_datasets import Lists, Rows
@@ -169,46 +168,6 @@ def test_a_stateful_sampler_is_asked_at_the_delivered_position(kind: str, worker
             run.loader.load_state_dict(state)
             assert [row for batch in run.epoch() for row in batch.tolist()] == list(range(4 * taken, 20))
             assert len(torch.cat(run.epoch())) == 20, "the next epoch is whole"
-
-
-@pytest.mark.parametrize("every", [0, 1, 3, None])
-@pytest.mark.parametrize("mode", [{}, {"seed": 4}], ids=["torch", "seeded"])
-def test_how_often_a_stateful_sampler_is_asked(every: int | None, mode: dict[str, Any]) -> None:
-    """Its state is taken every `every` steps; later indices are read and dropped, no data is fetched for them."""
-    sampler = Passes(40)
-    with Stepwise("sync", Rows(40), batch_size=4, sampler=sampler, snapshot_every_n_steps=every, **mode) as run:
-        run.begin()
-        run.take(8)
-        state = run.loader.state_dict()
-    at_least = 8 // every if every else 0
-    assert at_least <= sampler.asked <= at_least + 1  # one more at the beginning
-    if every:
-        assert state["sampler"]["at"] == 8 // every * every
-    dataset = Counted(40)
-    options: dict[str, Any] = {"batch_size": 4, "sampler": Passes(40), "snapshot_every_n_steps": every, **mode}
-    with Stepwise("sync", dataset, **options) as run:
-        run.loader.load_state_dict(state)
-        assert torch.cat(run.epoch()).tolist() == list(range(32, 40))
-    assert dataset.made.value == 8
-
-
-class Draws(Rows):
-    """Draws from the generator of `sample_rng`."""
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(2, generator=sample_rng().torch)
-
-
-def test_sample_rng_follows_the_global_generator() -> None:
-    """In torch mode `sample_rng` works unchanged: the same `torch.manual_seed` gives the same numbers."""
-    runs: list[Any] = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        with Stepwise("sync", Draws(12), batch_size=4, num_workers=1) as run:
-            runs.append(run.epoch())
-    assert_same(runs[0], runs[1])
-    assert not torch.equal(runs[0][0], runs[2][0])
-    assert len(set(torch.cat(runs[0]).reshape(-1).tolist())) == 24
 
 
 class AwaitedRows(Rows):

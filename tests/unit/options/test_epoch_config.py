@@ -18,6 +18,7 @@ from asyncloader import (
     Tuning,
 )
 from asyncloader.options.epoch_config import EpochConfig
+from asyncloader.ranks.topology import Topology
 from tests.helpers.datasets import AsyncNumbers, CountedStream, Numbers
 
 
@@ -34,6 +35,14 @@ def test_it_is_fixed() -> None:
     assert found.collate_fn is torch.utils.data.default_collate
     with pytest.raises(AttributeError, match="num_workers cannot become 3"):
         found.num_workers = 3
+
+
+def test_ranks_wait_for_each_other_over_map_datasets_with_a_seed() -> None:
+    """Without a seed the sampler does the sharding; over a stream ranks do not wait for equal numbers of batches."""
+    ranks = {"rank": 1, "world_size": 3}
+    assert (config().topology, config().even_ranks) == (Topology(0, 1), 1)
+    assert (config(seed=1, **ranks).topology, config(seed=1, **ranks).even_ranks) == (Topology(1, 3), 3)
+    assert config(CountedStream(6, said=6), seed=1, **ranks).even_ranks == 1
 
 
 @pytest.mark.parametrize(
