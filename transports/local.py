@@ -1,9 +1,8 @@
 """`LocalTransport`: reads and writes files of a local or mounted disk, ``file://`` and plain paths.
 
-Data path: dataset -> [local: page_cache, or threads] -> rooted_files -> file system.
+Data path: dataset -> [local: threads] -> rooted_files -> file system.
 
-Whole reads and ranges that the page cache can answer are answered at once (`page_cache`). Others take one call in a
-thread, which opens, reads and closes. Streams and open files use aiofiles, with one call per chunk.
+Whole reads and ranges take one call in a thread, which opens, reads and closes; streams take one call per chunk.
 """
 
 # Names are plain strings: creating a Path per read would cost more than opening the file.
@@ -18,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from functools import partial
 from io import BufferedReader
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar, cast
 from urllib.parse import unquote, urlsplit
 
 from aiofiles.threadpool import wrap
@@ -36,7 +35,7 @@ from asyncloader.transports.checks import (
     check_start,
 )
 from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, TransportError
-from asyncloader.transports.page_cache import MOST_BYTES, NotCached, open_cached, pread_cached
+from asyncloader.transports.open_files import OpenFile, OpenFiles, use_ranges
 from asyncloader.transports.ranges import ReadPlan
 from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
 
@@ -44,11 +43,6 @@ if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
 
 _R = TypeVar("_R")
-
-_Pread: TypeAlias = Callable[[int, int, int], bytes]
-"""`os.pread`, or `pread_cached`."""
-
-_AT_ONCE = 32  # reads that the page cache answers, before other tasks of the loop have a turn
 
 # A second change within this time may not alter the modification time: file systems' clocks tick every 4 ms to 2 s.
 _SETTLED_NS = 3_000_000_000
@@ -63,8 +57,8 @@ class LocalTransport(Transport):
 
     Args:
         root: the directory. Relative paths are relative to the current working directory.
-        threads: maximum number of files read at the same time, at least 1, besides those that the page cache has.
-            Default: the number of CPUs plus 4, 32 at most; a network disk may need more.
+        threads: maximum number of files read at the same time, at least 1. Default: the number of CPUs plus 4, 32 at
+            most; a network disk may need more.
     """
 
     range_gap: ClassVar[int] = 16 << 10  # reading these bytes from the page cache takes as long as a system call
@@ -74,7 +68,6 @@ class LocalTransport(Transport):
         self.threads = min(32, (os.cpu_count() or 1) + 4) if threads is None else threads
         self._files = RootedFiles(self.root)
         self._pool = BlockingPool("local", self.threads)
-        self._answered = 0  # reads that the page cache answered
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
@@ -107,7 +100,7 @@ class LocalTransport(Transport):
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
         """Read all ranges, opening the file once, like `Transport.read_ranges`."""
         plan = self._plan(ranges)
-        return await self._use(path, partial(self._read_blocks, path, plan), plan)
+        return await self._use(path, partial(self._read_blocks, path, plan))
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
         """Read a file in chunks of exactly `chunk_size`, but for the last chunk, like `Transport.stream`."""
@@ -149,14 +142,14 @@ class LocalTransport(Transport):
 
     async def size(self, path: str) -> int:
         """Return a file's size in bytes, like `Transport.size`."""
-        return await self._use(path, lambda _, size, _pread: size)
+        return await self._use(path, lambda _, size: size)
 
     async def info(self, path: str) -> ObjectInfo:
         """Return a file's size, and as its version its modification time, size and inode, like `Transport.info`.
 
         In the first 3 seconds after a change the version is None, because another change might not alter the time.
         """
-        return await self._use(path, lambda descriptor, _, _pread: _describe(os.fstat(descriptor)))
+        return await self._use(path, lambda descriptor, _: _describe(os.fstat(descriptor)))
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
         """Read a whole file and its version, like `Transport.read_with_info`."""
@@ -177,34 +170,25 @@ class LocalTransport(Transport):
         """
         plan = self._plan(ranges)
 
-        def use(descriptor: int, size: int, pread: _Pread) -> tuple[Sequence[bytes], os.stat_result]:
+        def use(descriptor: int, size: int) -> tuple[Sequence[bytes], os.stat_result]:
             before = os.fstat(descriptor)
             if first is not None and _differs(first, before):
                 raise changed_error(path)
-            data = self._read_blocks(path, plan, descriptor, size, pread)
+            data = self._read_blocks(path, plan, descriptor, size)
             # Also after the read: the file may have been modified in place during it.
             if _differs(before, os.fstat(descriptor)):
                 raise changed_error(path)
             return data, before
 
-        return await self._use(path, use, plan)
+        return await self._use(path, use)
 
-    @property
-    def answers_at_once(self) -> bool:
-        """Whether the page cache is asked before a call in a thread."""
-        # A closed transport's error comes from the pool.
-        return self._files.on_one_disk and not self._pool.closed
-
-    def open_at_once(self, path: str) -> int:
-        """Open a file, and return its descriptor, which the caller closes.
+    def open_here(self, path: str) -> int:
+        """Open a file, and return its descriptor, which the caller closes. Blocks: call it in a thread.
 
         Raises:
-            NotCached: the system would have to wait.
             ObjectNotFound, AccessDenied, InvalidPath, ReadFailed: see `errors`.
         """
-        if not self.answers_at_once:
-            raise NotCached
-        return self._files.open(path, open_cached)[0]
+        return self._files.open(path)[0]
 
     def open(self, path: str) -> AbstractAsyncContextManager[AsyncBufferedReader]:
         """Open a file for reading, like aiofiles, in this transport's threads and below its root.
@@ -265,25 +249,11 @@ class LocalTransport(Transport):
         finally:
             await self._pool.finish(file.close)
 
-    async def _use(self, path: str, use: Callable[[int, int, _Pread], _R], plan: ReadPlan | None = None) -> _R:
-        """Open a file, call `use` with its descriptor, its size and `pread`, and close it. Here if that does not wait
-        for a disk, otherwise in a thread: then `use` is called again, from its beginning. `plan`: of what it reads.
-        """
-        few = plan is None or sum(block.length for block in plan.blocks) <= MOST_BYTES
-        if few and self.answers_at_once:
-            try:
-                found = self._with_file(path, use, open_cached, pread_cached)
-            except NotCached:
-                pass
-            else:
-                self._answered += 1
-                # Nothing else makes a task wait that reads one file after the other.
-                if not self._answered % _AT_ONCE:
-                    await asyncio.sleep(0)
-                return found
+    async def _use(self, path: str, use: Callable[[int, int], _R]) -> _R:
+        """In a thread, open a file, call `use` with its descriptor and its size, and close it."""
         return await self._pool.run(partial(self._with_file, path, use))
 
-    # --- runs in the threads, or in the loop's thread if it does not have to wait
+    # --- runs in the threads
 
     def _open_buffered(self, path: str, start: int) -> BufferedReader:
         descriptor, size = self._files.open(path)
@@ -297,46 +267,38 @@ class LocalTransport(Transport):
             os.close(descriptor)
             raise
 
-    def _with_file(
-        self,
-        path: str,
-        use: Callable[[int, int, _Pread], _R],
-        opener: Callable[[str, int], int] = os.open,
-        pread: _Pread = os.pread,
-    ) -> _R:
-        descriptor, size = self._files.open(path, opener)
+    def _with_file(self, path: str, use: Callable[[int, int], _R]) -> _R:
+        descriptor, size = self._files.open(path)
         try:
             with os_errors(path, self.root):
-                return use(descriptor, size, pread)
+                return use(descriptor, size)
         finally:
             os.close(descriptor)
 
-    def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int, pread: _Pread) -> bytes:
+    def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> bytes:
         check_size(path, size, max_bytes)
         # One byte more than the size: if only `size` bytes are returned, the read has reached the end of the file.
-        data = pread(descriptor, size + 1, 0)
+        data = os.pread(descriptor, size + 1, 0)
         if len(data) == size:
             return data
         # The file is changing, or is larger than one system call returns (2 GiB on Linux).
         parts, total = [data], len(data)
-        while data := pread(descriptor, max(size - total, 0) + 4096, total):
+        while data := os.pread(descriptor, max(size - total, 0) + 4096, total):
             total += len(data)
             check_size(path, total, max_bytes)
             parts.append(data)
         return b"".join(parts)
 
-    def _read_described(
-        self, path: str, max_bytes: int | None, descriptor: int, size: int, pread: _Pread
-    ) -> tuple[bytes, ObjectInfo]:
+    def _read_described(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> tuple[bytes, ObjectInfo]:
         before = _describe(os.fstat(descriptor))
-        data = self._read(path, max_bytes, descriptor, size, pread)
+        data = self._read(path, max_bytes, descriptor, size)
         same = before.size == len(data) and before == _describe(os.fstat(descriptor))
         return data, ObjectInfo(len(data), before.etag if same else None)
 
-    def _read_blocks(self, path: str, plan: ReadPlan, descriptor: int, size: int, pread: _Pread) -> Sequence[bytes]:
+    def _read_blocks(self, path: str, plan: ReadPlan, descriptor: int, size: int) -> Sequence[bytes]:
         for block in plan.blocks:
             check_range(path, size, block.start, block.length)
-        return plan.cut([_read_block(descriptor, path, block.start, block.length, pread) for block in plan.blocks])
+        return plan.cut([_read_block(descriptor, path, block.start, block.length) for block in plan.blocks])
 
 
 class PinnedFile(PinnedReader):
@@ -344,17 +306,8 @@ class PinnedFile(PinnedReader):
 
     def __init__(self, transport: LocalTransport, path: str) -> None:
         super().__init__(transport, path)
-        self.files = transport
+        self._files = transport
         self._status: os.stat_result | None = None
-
-    def open_at_once(self) -> int | None:
-        """Open the file, and return its descriptor, which the caller closes; None if the system would have to wait, or
-        the file cannot be opened.
-        """
-        try:
-            return self.files.open_at_once(self.path)
-        except (NotCached, TransportError):  # a read has the error
-            return None
 
     def is_of_version(self, status: os.stat_result) -> bool:
         """Return whether this is the status of the version that is read here, as far as it shows. The first that is
@@ -378,6 +331,66 @@ class PinnedFile(PinnedReader):
         first = self._status
         return etag is None or first is None or etag.rpartition("-")[0] == _version(first)
 
+    @property
+    def local(self) -> bool:
+        """Whether `use_local` may find something: the version that is read is known."""
+        return self._status is not None
+
+    def use_local(
+        self,
+        ranges: Sequence[tuple[int, int]],
+        use: Callable[[bytes | OpenFile, int, int, int], _R],
+        files: OpenFiles,
+    ) -> list[_R | None]:
+        """Call a function with the bytes of each range, without the event loop: blocks, and is called in a thread.
+
+        Arguments and results are those of `CachedObject.use_local`. An open file is asked for its status after each
+        call, which says whether it was modified, or replaced: then it has lost its name. A link in its name, or a
+        folder, may change without a trace in the file: so it is opened anew once a second.
+        """
+        file = self._kept_file(files)
+        if file is None:
+            return [None] * len(ranges)
+        size = file.status.st_size
+
+        def find(_: int, stop: int) -> tuple[OpenFile | None, int, int]:
+            return (file, 0, size) if stop <= size else (None, 0, -1)
+
+        try:
+            results = use_ranges(ranges, use, find)
+        except Exception:
+            if self._is_same(file):
+                raise
+        else:
+            # After the reads: the file may have been modified in place during them.
+            if self._is_same(file):
+                return results
+        files.drop((self._files.root, self.path))
+        return [None] * len(ranges)
+
+    def check_here(self, files: OpenFiles) -> None:
+        """Raise ReadFailed if the file is of another version, or gone. Blocks: call it in a thread."""
+        file = self._kept_file(files)
+        if file is None or not self._is_same(file):
+            files.drop((self._files.root, self.path))
+            raise changed_error(self.path)
+
+    def _kept_file(self, files: OpenFiles) -> OpenFile | None:
+        """Return the file, kept open; None if it cannot be opened, or is of another version."""
+        name = (self._files.root, self.path)
+        file = files.find(name)
+        if file is None:
+            try:
+                file = _KeptFile(self._files.open_here(self.path), self.path)
+            except TransportError:  # a read has the error
+                return None
+            files.keep(name, file)
+        return file if self.is_of_version(file.status) else None
+
+    def _is_same(self, file: OpenFile) -> bool:
+        now = file.current_status()
+        return now.st_nlink == file.status.st_nlink and self.is_of_version(now)
+
     async def _info(self) -> ObjectInfo:
         _, status = await self._read(())
         return _describe(status)
@@ -387,13 +400,13 @@ class PinnedFile(PinnedReader):
         return data
 
     async def _read(self, ranges: Iterable[tuple[int, int]]) -> tuple[Sequence[bytes], os.stat_result]:
-        data, status = await self.files.read_ranges_of(self.path, ranges, self._status)
+        data, status = await self._files.read_ranges_of(self.path, ranges, self._status)
         # Compared here as well: a concurrent first read may have set `_status` while this read was in a thread.
         self._compare(status)
         return data, status
 
     async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
-        async with aclosing(self.files.stream_with_status(self.path, start, chunk_size)) as chunks:
+        async with aclosing(self._files.stream_with_status(self.path, start, chunk_size)) as chunks:
             async for chunk, around in chunks:
                 for status in around:
                     self._compare(status)
@@ -411,6 +424,16 @@ class PinnedFile(PinnedReader):
     def _compare(self, status: os.stat_result) -> None:
         if not self.is_of_version(status):
             raise changed_error(self.path)
+
+
+class _KeptFile(OpenFile):
+    """A file that is opened anew once a second."""
+
+    __slots__ = ()
+
+    def is_there(self) -> bool:
+        """Return False."""
+        return False
 
 
 def _read_described(file: BufferedReader, nbytes: int) -> tuple[bytes, tuple[os.stat_result, os.stat_result]]:
@@ -440,15 +463,15 @@ def _version(status: os.stat_result) -> str:
     return f"{status.st_mtime_ns}-{status.st_size}"
 
 
-def _read_block(descriptor: int, path: str, start: int, length: int, pread: _Pread = os.pread) -> bytes:
+def _read_block(descriptor: int, path: str, start: int, length: int) -> bytes:
     """Read exactly `length` bytes at `start`."""
-    data = pread(descriptor, length, start)
+    data = os.pread(descriptor, length, start)
     if len(data) == length:
         return data
     # More than one system call returns, or the file was truncated after its size was read.
     parts, total = [data], len(data)
     while total < length:
-        data = pread(descriptor, length - total, start + total)
+        data = os.pread(descriptor, length - total, start + total)
         if not data:
             raise RangeOutOfBounds(
                 f"{path!r} was cut to {start + total:,} bytes while it was read",

@@ -1,9 +1,8 @@
-"""Keeps files open between reads, for a reader that needs parts of them again and again: those of the local cache, and
-files of a local disk (`memory_files`).
+"""Keeps files of the local cache, or of a disk, open for a reader that needs parts of them again and again.
 
 Data path: cache_store: file -> [open_files] -> cached_object, in a thread -> dataset.
+Data path: file -> [open_files] -> local, in a thread -> dataset.
 Data path: host_files: decoded chunk -> [open_files] -> kept_chunks -> dataset.
-Data path: file -> [open_files] -> memory_files -> dataset.
 
 To open a file of the cache, and to compare its name, version and checksum, takes as long as to copy some hundred KiB of
 it. A file never changes once it has its name, so a file that was compared once stays right.
@@ -30,7 +29,6 @@ from typing import Self, TypeVar
 
 from asyncloader.transports.cache_entry import CacheEntry, EntryLost
 from asyncloader.transports.cache_store import USE_AGE_NS
-from asyncloader.transports.page_cache import NotCached, pread_cached
 
 if sys.platform != "win32":
     import resource
@@ -87,20 +85,6 @@ class OpenFile:
                 data += more
         except OSError as error:
             raise EntryLost(f"reading {self.path} failed: {error}") from error
-        return data
-
-    def read_at_once(self, start: int, length: int) -> bytes:
-        """Read like `read`, as far as memory has the bytes; never waits for a disk.
-
-        Raises:
-            EntryLost: memory does not have all of them, or the system does not say; or the file was cut.
-        """
-        try:
-            data = pread_cached(self._descriptor, length, start)
-        except NotCached as error:
-            raise EntryLost(f"memory does not have bytes of {self.path}") from error
-        if len(data) < length:
-            raise EntryLost(f"memory has a part of the bytes of {self.path}, or it was cut")
         return data
 
     def current_status(self) -> os.stat_result:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -47,21 +47,9 @@ class RootedFiles:
         self.directory = directory
         self._descriptors = descriptors
         self._real: str | None = None
-        self._device: int | None = None  # of all files so far; None: none was opened; 0: several, or no disk
 
-    @property
-    def on_one_disk(self) -> bool:
-        """Whether files were opened, and all lie on one disk of this machine. Elsewhere `open` itself may wait for a
-        network or another process, which no flag prevents.
-        """
-        return bool(self._device)
-
-    def open(self, path: str, opener: Callable[[str, int], int] = os.open) -> tuple[int, int]:
-        """Open a regular file for reading.
-
-        Args:
-            path: below the root.
-            opener: called with the file's name and the flags of `os.open`.
+    def open(self, path: str) -> tuple[int, int]:
+        """Open a regular file, `path` below the root, for reading.
 
         Returns:
             Its descriptor, which the caller closes, and its size in bytes.
@@ -73,7 +61,7 @@ class RootedFiles:
         """
         check_path(path)
         with os_errors(path, self.directory):
-            descriptor = opener(os.path.join(self.directory, path), _FLAGS)
+            descriptor = os.open(os.path.join(self.directory, path), _FLAGS)
             try:
                 status = os.fstat(descriptor)
                 # After the open, by the descriptor: a check of the path would be of another file if a link in it is
@@ -81,9 +69,6 @@ class RootedFiles:
                 self._refuse_outside(descriptor, path)
                 if not stat.S_ISREG(status.st_mode):
                     raise ObjectNotFound(f"{os.path.join(self.directory, path)!r} is not a regular file", path=path)
-                if status.st_dev != self._device:
-                    # Network file systems, and those of other processes, have no block device: their major is 0.
-                    self._device = status.st_dev if self._device is None and os.major(status.st_dev) else 0
             except BaseException:
                 os.close(descriptor)
                 raise

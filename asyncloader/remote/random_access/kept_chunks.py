@@ -2,8 +2,7 @@
 
 Data path: host_files -> [kept_chunks: open_files] -> shard_reader.
 
-What memory has of an open file is read in the loop's thread: a call in a thread takes as long as several samples, and
-to open a file and compare its footer as one or two.
+To open a file and compare its footer takes as long as to read a sample or two.
 """
 
 from __future__ import annotations
@@ -66,18 +65,6 @@ class KeptChunks:
         self._kept = open_files
         self._pool = pool
         self._slots = slots
-
-    def use_at_once(self, name: FileName, use: Callable[[DecodedChunk], _R]) -> _R | None:
-        """Return the result of `use`, which is not None, if the chunk is open and memory has the bytes that it reads;
-        otherwise None. Never waits.
-        """
-        file = self._kept.find(name)
-        if not isinstance(file, ChunkFile):
-            return None
-        try:
-            return use(DecodedChunk(file.read_at_once, file.size, file))
-        except EntryLost:
-            return None
 
     async def use(self, name: FileName, make: Callable[[], Awaitable[bytes]], use: Callable[[DecodedChunk], _R]) -> _R:
         """Return the result of `use`, which is called in a thread. Arguments and errors are those of

@@ -21,7 +21,6 @@ from asyncloader.transports import ObjectInfo, PinnedReader, SizeUnknown, plan_r
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.local import PinnedFile
-from asyncloader.transports.memory_files import MemoryFile
 from asyncloader.transports.open_files import OpenFiles
 from asyncloader.transports.pinned import PinnedObject
 
@@ -33,21 +32,22 @@ trip, but about as much CPU time as 64 KiB take."""
 class OpenShard:
     """A shard of which samples were read."""
 
-    def __init__(self, shard: Shard, info: ObjectInfo | None, pinned: PinnedReader, parser: SampleParser) -> None:
+    def __init__(
+        self, shard: Shard, info: ObjectInfo | None, pinned: PinnedReader, parser: SampleParser, files: OpenFiles
+    ) -> None:
         self.shard = shard
         self.info = info
         self.pinned = pinned
         self.parser = parser
         self.edges: npt.NDArray[np.int64] | None = None
         self.whole = True
-        self._file = MemoryFile(pinned, self.version) if isinstance(pinned, PinnedFile) else None
-        self._compared = False  # with the store
-        # These have bytes of samples without a request, as they are in the shard.
-        self.cached: CachedObject | None = None
-        self.memory: MemoryFile | None = None
-        if shard.format != PARQUET and compression_of(shard) is None:
-            self.cached = pinned if isinstance(pinned, CachedObject) else None
-            self.memory = self._file
+        self._files = files  # keeps it open, if it is a file of a disk
+        self.is_file = isinstance(pinned, PinnedFile)
+        self.compared = False  # with the store
+        # Has bytes of samples without a request, as they are in the shard.
+        self.local: CachedObject | PinnedFile | None = None
+        if isinstance(pinned, CachedObject | PinnedFile) and shard.format != PARQUET and compression_of(shard) is None:
+            self.local = pinned
 
     async def read(self, ranges: list[tuple[int, int]]) -> Sequence[bytes]:
         """Read ranges of the shard, like `PinnedReader.read_ranges`."""
@@ -57,22 +57,18 @@ class OpenShard:
         plan = plan_ranges(ranges, max_gap=GAP, max_size=self.pinned.transport.range_size)
         return plan.cut([data for (data,) in await gather_all(self.pinned.read_ranges([each]) for each in plan.blocks)])
 
-    @property
-    def is_local(self) -> bool:
-        """Whether it is a file of a disk."""
-        return self._file is not None
-
     async def decode(self, make: Callable[[], Awaitable[bytes]]) -> bytes:
         """Decode a part of the shard by `make`, which compares its version."""
         data = await make()
-        self._compared = True
+        self.compared = True
         return data
 
-    def is_current(self, files: OpenFiles) -> bool:
-        """Return whether what was decoded of the shard may be used without `compare`: a local file has the version that
-        was indexed, and others had it when they were decoded or compared. Never waits.
-        """
-        return self._compared if self._file is None else self._file.is_current(files)
+    def check_file(self) -> None:
+        """Raise ReadFailed if it is a file of a disk that has changed since it was indexed. Blocks, in a thread."""
+        if isinstance(self.pinned, PinnedFile):
+            self.pinned.check_here(self._files)
+            if not self.pinned.may_be(self.version):
+                raise changed_error(self.pinned.path)
 
     async def compare(self) -> None:
         """Compare the shard's version with the one that was indexed.
@@ -83,10 +79,10 @@ class OpenShard:
         with suppress(SizeUnknown):
             info = await self.pinned.info()
             # Not of a local file, whose inode number may change.
-            same = self.info is None or self._file is not None or None in (self.version, info.etag)
+            same = self.info is None or self.is_file or None in (self.version, info.etag)
             if not self.pinned.may_be(self.version) or not (same or self.info == info):
                 raise changed_error(self.pinned.path)
-        self._compared = True
+        self.compared = True
 
     def decoded_name(self, what: str) -> FileName:
         """Name the file of what was decoded of the shard."""

@@ -63,25 +63,6 @@ class RowReader:
             yield RowGroupSamples(first, stop, group.part(at, end))
             at = end
 
-    def read_at_once(self, wanted: RowGroupSamples, most: int) -> tuple[list[Sample], int] | None:
-        """Return the first samples of a row group that is open, and their bytes, if memory has them all; otherwise
-        None. Never waits.
-
-        Args:
-            wanted: the samples.
-            most: read no further sample from this many bytes on.
-
-        Raises:
-            ShardError: a row is too large, or has a value without a Python form.
-        """
-
-        def parse(chunk: DecodedChunk) -> tuple[list[Sample], int]:
-            rows, parsed = wanted.group.samples.tolist(), self._parsed(wanted, chunk)
-            count, nbytes = parsed.within(rows, most)
-            return parsed.samples(chunk.read, rows[:count]), nbytes
-
-        return self._chunks.use_at_once(self._name(wanted), parse)
-
     async def read(self, group: SampleGroup) -> list[Sample]:
         """Return samples of a shard, whose row groups are decoded at the same time.
 
@@ -120,6 +101,7 @@ class RowReader:
         return name
 
     def _parse(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> list[Sample]:
+        wanted.group.opened.check_file()
         return self._parsed(wanted, chunk).samples(chunk.read, wanted.group.samples.tolist())
 
     def _parsed(self, wanted: RowGroupSamples, chunk: DecodedChunk) -> RowsFile:

@@ -2,9 +2,8 @@
 
 Data path: numbers -> [shard_reader: index -> byte ranges -> sample_parsing] -> dataset.
 
-The samples of a call whose bytes a cache has are read by one call in a thread, from files that are kept open. Those of
-a local file that memory has are read right here (`memory_files`): a call in a thread takes as long as twenty of them.
-Each sample is parsed before the next is read. All others are read shard by shard, at the same time; the transport joins
+The samples of a call whose bytes a cache or a local disk has are read by one call in a thread, from files that are kept
+open. Each is parsed before the next is read. All others are read shard by shard, at the same time; the transport joins
 neighbours into one request (`Transport.read_ranges`).
 """
 
@@ -38,7 +37,7 @@ from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectInfo, RangeOutOfBounds
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.memory_files import MemoryFile
+from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.open_files import OpenFiles
 
 INDEX_BYTES = 64 << 20
@@ -55,19 +54,8 @@ DECODED_AT_ONCE = 4
 UNUSED_S = 2.0
 """Time after which a file that is not read is no longer kept open."""
 
-_LONGEST = 1 << 16
-"""Longest sample of a local file that is read in the loop's thread. Longer ones are copied by several threads."""
-
-_TURN = 1 << 18
-"""Bytes from which on other tasks of the loop have a turn, and the most that are read at once in its thread: a turn is
-at most twice as long. No row takes more, as `pread_cached` reads no more.
-"""
-
-_LEAST = 1 << 13
-"""Least bytes that a sample counts."""
-
-_ROWS_AT_ONCE = 32
-"""Rows of a row group that are read in the loop's thread before other tasks of the loop may have a turn."""
+_FEW = 64
+"""Samples that are read by one thread: each read gives up the GIL, and two threads would wait for each other."""
 
 _LENGTH = itemgetter(1)  # of a sample's start and length
 
@@ -102,20 +90,18 @@ class ShardsReader:
         self._max = max_sample_bytes
         self._ahead = read_ahead
         self._pool = BlockingPool("shards", THREADS)
-        # One thread: each read of a sample gives up the GIL, and two threads would wait for each other every time.
-        self._cached_reads = BlockingPool("cached shards", 1)
+        self._local_reads = BlockingPool("local shards", THREADS)
         self._indexer = Indexer(stores, files, self._pool, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead)
         self._chunks = KeptChunks(files, open_files, self._pool, asyncio.Semaphore(DECODED_AT_ONCE))
         self._rows = RowReader(self._chunks, RowOptions(columns, max_sample_bytes, read_ahead))
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # while files are open
-        self._since = 0  # bytes that were read in the loop's thread since other tasks had a turn
 
     async def aclose(self) -> None:
         """Join the threads, and close the files."""
         try:
-            await gather_all([self._pool.aclose(), self._cached_reads.aclose()])
+            await gather_all([self._pool.aclose(), self._local_reads.aclose()])
         finally:
             if self._timer is not None:
                 self._timer.cancel()
@@ -140,22 +126,20 @@ class ShardsReader:
         groups: list[SampleGroup] = []
         for group in self._groups(numbers):
             edges = group.opened.edges
-            if group.opened.shard.format == PARQUET:
-                current = group.opened.is_current(self._kept)
-                groups += await self._read_kept_rows(group, samples) if current else [group]
-            elif edges is None or not self._is_local(group, edges):
+            if edges is None or not self._is_local(group, edges):
                 groups.append(group)
-            elif group.opened.memory is not None:
-                groups += await self._read_memory(group, group.spans(edges), group.opened.memory, samples)
             else:
                 # Here, and not in the thread: another call may forget the edges before it runs.
                 local.append((group, group.spans(edges)))
         if local:
-            read = await self._cached_reads.run(partial(self._read_local, local, samples))
-            for (group, _), (left, nbytes) in zip(local, read, strict=True):
-                self._count(group, left, nbytes)
-                if left is not None:
-                    groups.append(left)
+            # A call with many samples by several threads: a disk serves several reads at a time.
+            number = min(THREADS, 1 + len(numbers) // _FEW)
+            parts = [partial(self._read_local, local[first::number], samples) for first in range(number)]
+            for read in await gather_all(map(self._local_reads.run, parts)):
+                for group, left, nbytes in read:
+                    self._count(group, left, nbytes)
+                    if left is not None:
+                        groups.append(left)
         if len(groups) == 1:  # needs no task
             groups[0].put(await self._read_group(groups[0]), samples)
         elif groups:
@@ -182,99 +166,42 @@ class ShardsReader:
     # --- from files that are open
 
     def _is_local(self, group: SampleGroup, edges: npt.NDArray[np.int64]) -> bool:
-        """Whether the cache, or memory, is worth a look: the version that is read is known."""
+        """Whether the cache, or a local disk, is worth a look: the version that is read is known."""
         opened = group.opened
-        if opened.memory is not None:
-            local = opened.memory.local
-        else:
-            local = opened.cached is not None and opened.cached.local and opened.pinned.may_be(opened.version)
+        local = opened.local is not None and opened.local.local and opened.pinned.may_be(opened.version)
         return local and not self._is_odd(opened, edges, group.samples)
-
-    async def _read_memory(
-        self, group: SampleGroup, spans: list[tuple[int, int]], memory: MemoryFile, samples: list[Any]
-    ) -> list[SampleGroup]:
-        """Read the samples of a group, with these spans, of which memory has the bytes. Return the others.
-
-        Raises:
-            ShardError: a sample cannot be read.
-        """
-        longest = max(map(_LENGTH, spans))
-        if longest > min(_LONGEST, self._max):
-            return [group]
-        parse, each = group.opened.parser.parse, max(longest, _LEAST)
-        left: list[SampleGroup] = []
-        step = _TURN // each
-        for at in range(0, len(spans), step):
-            part = group if len(spans) <= step else group.part(at, at + step)
-            found = memory.use_local(spans[at : at + step], parse, self._kept)
-            part.put(found, samples)
-            left += part.left(found)
-            await self._give_turn(len(found) * each)
-        return left
-
-    async def _read_kept_rows(self, group: SampleGroup, samples: list[Any]) -> list[SampleGroup]:
-        """Read the samples of a Parquet shard that are in row groups which are open, as far as memory has them. Return
-        the others.
-
-        Raises:
-            ShardError: a sample cannot be read.
-        """
-        if group.opened.shard.edges is None:  # its rows could not be counted
-            return [group]
-        left: list[SampleGroup] = []
-        for each in self._rows.split(group):
-            at, count = 0, len(each.group.places)
-            while at < count:
-                part = each.group.part(at, at + _ROWS_AT_ONCE)
-                found = self._rows.read_at_once(each._replace(group=part), _TURN)
-                if found is None:
-                    # All together: a row group that is not kept is decoded for each call that needs it.
-                    left.append(each.group.part(at, count))
-                    break
-                rows, nbytes = found
-                each.group.part(at, at + len(rows)).put(rows, samples)
-                at += len(rows)
-                await self._give_turn(max(nbytes, len(rows) * _LEAST))
-        return left
-
-    async def _give_turn(self, nbytes: int) -> None:
-        """Let other tasks of the loop run from time to time. `nbytes` were read in its thread."""
-        self._since += nbytes
-        if self._since >= _TURN:
-            self._since = 0
-            await asyncio.sleep(0)
 
     def _read_local(
         self, groups: list[tuple[SampleGroup, list[tuple[int, int]]]], samples: list[Any]
-    ) -> list[tuple[SampleGroup | None, int]]:
-        """Read the samples of groups, each with its spans, that are in files of the cache; called in a thread.
+    ) -> list[tuple[SampleGroup, SampleGroup | None, int]]:
+        """Read the samples of groups, each with its spans, that are in local files; called in a thread.
 
         Returns:
-            Of each group the samples that are left, and the bytes of those that were read.
+            Each group, those of its samples that are left, and the bytes of those that were read.
 
         Raises:
             ShardError: a sample cannot be read.
         """
-        results: list[tuple[SampleGroup | None, int]] = []
+        results: list[tuple[SampleGroup, SampleGroup | None, int]] = []
         for group, spans in groups:
             opened = group.opened
-            assert opened.cached is not None
+            assert opened.local is not None
             if max(map(_LENGTH, spans)) > self._max:
-                results.append((group, 0))  # its error does not need the bytes
+                results.append((group, group, 0))  # its error does not need the bytes
                 continue
-            found = opened.cached.use_local(spans, opened.parser.parse, self._kept)
+            found = opened.local.use_local(spans, opened.parser.parse, self._kept)
             group.put(found, samples)
             nbytes = sum(length for (_, length), sample in zip(spans, found, strict=True) if sample is not None)
             left = group.left(found)
-            results.append((left[0] if left else None, nbytes))
+            results.append((group, left[0] if left else None, nbytes))
         return results
 
     def _count(self, group: SampleGroup, left: SampleGroup | None, nbytes: int) -> None:
-        cached = group.opened.cached
-        assert cached is not None
-        if left is None:
-            cached.cached.cache_counts.hit()
-        cached.cached.cache_counts.save(nbytes)
+        cached = group.opened.local
+        if isinstance(cached, CachedObject):
+            if left is None:
+                cached.cached.cache_counts.hit()
+            cached.cached.cache_counts.save(nbytes)
 
     def _drop_unused(self) -> None:
         self._timer = None
@@ -286,11 +213,12 @@ class ShardsReader:
     async def _read_group(self, group: SampleGroup) -> list[Sample]:
         opened = group.opened
         if (rows := opened.shard.format == PARQUET) or compression_of(opened.shard) is not None:
-            if opened.is_local and not opened.is_current(self._kept):
+            # The name of what is decoded of a file that is too new for a version has the version that is read.
+            if opened.is_file and not opened.compared:
                 await opened.compare()
             decoded = await (self._rows.read(group) if rows else self._read_unpacked(opened, group.samples))
             # Only now: what is decoded anew has been compared.
-            if not opened.is_current(self._kept):
+            if not opened.compared:
                 await opened.compare()
             return decoded
         edges = await self._edges(opened)
@@ -317,6 +245,7 @@ class ShardsReader:
             return [await self._read_stepwise(opened, edges, each) for each in samples.tolist()]
 
         def use(unpacked: DecodedChunk) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
+            opened.check_file()
             found = edges
             if found is None:
                 assert mds is not None
@@ -328,10 +257,7 @@ class ShardsReader:
 
         name = opened.decoded_name("unpacked")
         make = partial(unpack, self._stores, shard, opened.info, self._ahead)
-        # In the loop's thread, if that takes no longer than a turn.
-        few = edges is not None and int((edges[samples + 1] - edges[samples]).sum()) <= _TURN
-        used = self._chunks.use_at_once(name, use) if few else None
-        found, data = await self._chunks.use(name, partial(opened.decode, make), use) if used is None else used
+        found, data = await self._chunks.use(name, partial(opened.decode, make), use)
         if opened.edges is None:
             self._keep_edges(opened, found)
         parse = opened.parser.parse
@@ -361,7 +287,7 @@ class ShardsReader:
             shard = self._catalog.shards[number]
             transport, path = self._stores.find(shard.url)
             parser = SampleParser(shard, self._max)
-            opened = OpenShard(shard, self._catalog.infos[number], transport.pinned(path), parser)
+            opened = OpenShard(shard, self._catalog.infos[number], transport.pinned(path), parser, self._kept)
             self._open[number] = opened
             if len(self._open) > MOST_SHARDS:
                 _, oldest = self._open.popitem(last=False)

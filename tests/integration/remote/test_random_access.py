@@ -339,7 +339,7 @@ def test_an_index_that_is_forgotten(tmp_path: Path) -> None:
             reader = dataset._readers[asyncio.get_running_loop()].reader
             assert reader is not None
             gate = threading.Event()
-            holding = [asyncio.ensure_future(reader._pool.run(gate.wait)) for _ in range(THREADS)]
+            holding = [asyncio.ensure_future(reader._local_reads.run(gate.wait)) for _ in range(THREADS)]
             reading = asyncio.ensure_future(dataset.__getitems__([3, 1]))
             await asyncio.sleep(0)
             for opened in reader._open.values():

@@ -16,7 +16,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from asyncloader import DataLoader, Mixture, RemoteMapDataset, StateError
 from asyncloader.transports import ReadFailed
-from asyncloader.transports.local import LocalTransport
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.helpers.shards_of_formats import SIZES, write
@@ -146,11 +145,8 @@ def test_a_shard_that_changes_once_it_is_decoded(format: str, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("format", ["tar", "jsonl", "tfrecord", "jsonl.zst", "parquet"])
-@pytest.mark.parametrize("in_memory", [True, False])
 @pytest.mark.parametrize("epochs", [0, 1])
-def test_a_file_that_was_replaced(
-    format: str, in_memory: bool, epochs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_was_replaced(format: str, epochs: int, tmp_path: Path) -> None:
     """Between the index and the first read, or after an epoch, by one of the same size: it is an error, and not
     another sample, nor one that was decoded before.
     """
@@ -158,8 +154,6 @@ def test_a_file_that_was_replaced(
     paths = sorted(tmp_path.glob(f"s*.{format}"))
     for number, path in enumerate(paths):
         os.utime(path, (1e9, 1e9 + number))
-    if not in_memory:
-        monkeypatch.setattr(LocalTransport, "answers_at_once", False)
 
     async def run() -> None:
         dataset = RemoteMapDataset([str(path) for path in paths])

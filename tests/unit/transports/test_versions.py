@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,8 +119,8 @@ async def test_a_file_that_grows_while_it_is_read(tmp_path: Path) -> None:
     os.utime(file, (1000, 1000))
 
     class Growing(LocalTransport):
-        def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int, pread: Any) -> bytes:
-            data = super()._read(path, max_bytes, descriptor, size, pread)
+        def _read(self, path: str, max_bytes: int | None, descriptor: int, size: int) -> bytes:
+            data = super()._read(path, max_bytes, descriptor, size)
             with file.open("ab") as end:
                 end.write(b"more")
             os.utime(file, (1000, 1000))
