@@ -15,9 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from asyncloader.transports.base import ObjectInfo
-from asyncloader.transports.cache_entry import CacheEntry, EntryLost
 from asyncloader.transports.cache_layout import BLOCK_BYTES, Piece, block_key, block_length, hash_key, size_key
-from asyncloader.transports.cache_store import BeingWritten, CacheFill, CacheStore
+from asyncloader.transports.cache_store import BeingWritten, CacheEntry, CacheFill, CacheStore, EntryLost
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ Data path: cached -> cache_store -> [cache_layout].
 
     cache_dir/asyncloader-cache-1/
         CACHEDIR.TAG            identifies the directory, for backup programs that skip caches
-        usage                   bytes in use, as a sum of changes; see `cache_usage`
+        used                    bytes in use; see `cache_usage`
         lock                    locked by the process that evicts
         fills/U.V.CHARGE        an object that is being written; locked while its writer lives
         objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
@@ -52,7 +52,6 @@ _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
 _END = struct.Struct(">I16x")  # crc of etag and body; the rest is no longer used
 _FIXED = _BODY.size + _END.size
-_CHANGE = struct.Struct(">q")
 
 TAIL_SIZE = MOST_ETAG + _FIXED
 """The footer lies within this number of bytes from the end of the file."""
@@ -223,24 +222,3 @@ def choose_victims(files: Iterable[Stored], excess: int) -> Sequence[Stored]:
         while victims and total - victims[0][2] >= excess:
             total -= heappop(victims)[2]
     return [Stored(-used, path, charged) for used, path, charged in victims]
-
-
-def pack_change(change: int) -> bytes:
-    """Return a change of the bytes in use as a record of 8 bytes."""
-    return _CHANGE.pack(change)
-
-
-def sum_changes(records: bytes) -> int | None:
-    """Add up records; None if the last record is incomplete."""
-    return None if len(records) % _CHANGE.size else sum(_changes(records))
-
-
-def sum_added(records: bytes) -> int:
-    """Add up the positive records; an incomplete last record is ignored."""
-    return sum(change for change in _changes(records) if change > 0)
-
-
-def _changes(records: bytes) -> Iterable[int]:
-    whole = records[: len(records) // _CHANGE.size * _CHANGE.size]
-    changes: Iterable[tuple[int]] = _CHANGE.iter_unpack(whole)
-    return (change for (change,) in changes)

@@ -30,7 +30,6 @@ import time
 import zlib
 from contextlib import suppress
 
-from asyncloader.transports.cache_entry import CacheEntry
 from asyncloader.transports.cache_layout import (
     MARKER,
     MARKER_NAME,
@@ -44,8 +43,7 @@ from asyncloader.transports.cache_layout import (
     storable_etag,
 )
 from asyncloader.transports.cache_usage import CacheCounts, CacheUsage
-from asyncloader.transports.file_lock import same_file, try_lock
-from asyncloader.transports.regular_file import open_regular
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock
 
 _log = logging.getLogger("asyncloader")
 
@@ -60,7 +58,74 @@ _AT_ONCE = 1 << 20  # bytes
 _MOST_PIECES = 256  # of a system call; POSIX allows at least 16, and Linux 1024
 
 # The names in a cache directory.
-_PARTS = frozenset({MARKER_NAME, "objects", "fills", "usage", "usage.new", "lock"})
+_PARTS = frozenset({MARKER_NAME, "objects", "fills", "used", "usage", "usage.new", "lock"})
+
+
+class EntryLost(Exception):
+    """A file of the cache was opened, but cannot be read. It has been deleted; the store still has the object."""
+
+
+class CacheEntry:
+    """An open object in the cache. Several threads may use it; one thread closes it.
+
+    Attributes:
+        etag, size, created: as in its `CacheFooter`.
+        path: the file.
+        descriptor: the open file; -1 when it is closed.
+    """
+
+    def __init__(self, descriptor: int, path: str, footer: CacheFooter) -> None:
+        self.etag = footer.etag
+        self.size = footer.size
+        self.created = footer.created
+        self.path = path
+        self.descriptor = descriptor
+        # Held during a read: the system may give a closed descriptor's number to another file at once, and the read
+        # would return that file's bytes.
+        self._lock = threading.Lock()
+
+    def read(self, start: int, length: int) -> bytes:
+        """Read exactly `length` bytes starting at `start`.
+
+        Raises:
+            EntryLost: the disk failed, or the file was truncated.
+        """
+        with self._lock:
+            if self.descriptor < 0:
+                raise EntryLost(f"{self.path} was closed before the read began")
+            try:
+                return self._read(start, length)
+            except OSError as error:
+                self._remove()
+                raise EntryLost(f"reading {self.path} failed: {error}") from error
+
+    def detach(self) -> int:
+        """Return the descriptor, which is the caller's to close; this entry is closed."""
+        with self._lock:
+            descriptor, self.descriptor = self.descriptor, -1
+        return descriptor
+
+    def close(self) -> None:
+        """Close the file, after a read in progress."""
+        with self._lock:
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
+                self.descriptor = -1
+
+    def _remove(self) -> None:
+        with suppress(OSError):
+            # By now the name may belong to a new copy, which another process wrote after an eviction.
+            if same_file(self.descriptor, self.path):
+                os.unlink(self.path)
+
+    def _read(self, start: int, length: int) -> bytes:
+        data = os.pread(self.descriptor, length, start)
+        while len(data) < length:  # one system call returns at most 2 GiB
+            more = os.pread(self.descriptor, length - len(data), start + len(data))
+            if not more:
+                raise OSError(errno.EIO, "it was cut while it was read")
+            data += more
+        return data
 
 
 class BeingWritten(Exception):

@@ -2,27 +2,27 @@
 
 Data path: none; cache_store calls it before it writes a file.
 
-The limit applies to all processes that share the directory. They record changes in one append-only file: a process that
-starts to write an object appends the object's size, then adds up the whole file. Of two processes that do so at once,
-at least one sees both changes. No process waits for a lock, except at the start: for a process that creates the usage
-file.
+The limit applies to all processes that share the directory. A process that starts to write an object adds its size to
+two numbers in one file, of the bytes that were added and of those that were given back. It holds that file's lock for
+these microseconds only.
 
 A process that finds the limit exceeded tries to take the directory's lock. If it gets the lock, it counts the actual
-files, deletes the least recently used files, and rewrites the usage file. If another process holds the lock, the object
+files, deletes the least recently used files, and begins the numbers anew. If another process holds the lock, the object
 at hand is not cached.
 
-The recorded sum may be too high until the next rewrite, and is never too low. The bytes of killed processes and of
-damaged files stay in it. Of changes that happen during a rewrite, additions may be counted twice and subtractions may
-be lost. Therefore a file is created before its bytes are added, its bytes are subtracted before it is deleted, and
-during a rewrite unfinished files are counted before finished files.
+The recorded sum may be too high until the next count, and is never too low. The bytes of killed processes and of
+damaged files stay in it. Of changes that happen during a count, additions may be counted twice and subtractions are
+lost. Therefore a file is created before its bytes are added, its bytes are subtracted before it is deleted, and during
+a count unfinished files are counted before finished files.
 """
 
 # All of it runs in threads. Names are strings, as in `local`.
-# ruff: noqa: PTH104, PTH108, PTH116, PTH118
+# ruff: noqa: PTH108, PTH118
 
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -35,24 +35,13 @@ from asyncloader.transports.cache_layout import (
     choose_victims,
     entry_url_key,
     fill_charge,
-    pack_change,
-    sum_added,
-    sum_changes,
 )
-from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
-from asyncloader.transports.regular_file import open_regular
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock, unlock, wait_for_lock
 
 # An eviction frees 1/10 of the limit in addition, so that the next object does not need another eviction.
 _FREED = 10
 
-# A usage file begins with random bytes that identify it: a new file may get the inode number of a deleted file.
-_NAME_SIZE = 8
-
-# Bounds the retries if the usage file is rewritten while one change is appended.
-_REWRITES = 8
-
-# A longer usage file is rewritten when a process starts to use it; adding it up takes some milliseconds.
-_LONG_ACCOUNT = 1 << 20
+_NUMBERS = struct.Struct(">qq")  # bytes added, bytes given back
 
 
 @dataclass(slots=True)
@@ -116,18 +105,12 @@ class CacheUsage:
         self.limit = limit
         self._root = root
         self._counts = counts
-        self._path = os.path.join(root, "usage")
-        # Identity and length of the usage file as it was last added up, and the sum. Replaced as a whole, so that
-        # threads need no lock, which a fork could inherit locked.
-        self._known = (b"", 0, 0)
+        self._path = os.path.join(root, "used")
 
     def start(self) -> None:
-        """Clean up after dead processes; create the usage file if it is missing, rewrite it if it is long."""
-        size = self._length()
-        if (not size or size > _LONG_ACCOUNT) and self._tidy():
-            return
-        if not size:
-            # Another process holds the lock, and creates the usage file: until then, nothing could be reserved.
+        """Clean up after dead processes; count the files if that was not done."""
+        if self.total() is None and not self._tidy():
+            # Another process holds the lock, and counts: until then, nothing could be reserved.
             with self._lock(wait=True):
                 pass
         self._clean()
@@ -137,63 +120,56 @@ class CacheUsage:
 
         Evicts if necessary. Returns False if there is no room at the moment; the bytes stay reserved until `release`.
         """
-        total = self._append(charged)
-        if total is None:
-            # The usage file is lost or damaged. `_tidy` counts the new file in ``fills`` like any other.
-            total = self._append() if self._tidy() else None
+        total = self._add(charged)
         if total is not None and (self.limit is None or total <= self.limit):
             return True
-        if total is None or not self._tidy():
-            return False
-        total = self._append()
+        # `_tidy` counts the new file in ``fills`` like any other.
+        total = self.total() if self._tidy() else None
         return total is not None and (self.limit is None or total <= self.limit)
 
     def release(self, charged: int) -> None:
         """Give back the bytes of a file that is about to be deleted."""
-        self._append(-charged)
+        self._add(-charged)
 
-    def _append(self, change: int = 0) -> int | None:
-        """Record a change and return the new sum; None if there is no readable usage file."""
-        for _ in range(_REWRITES):
-            try:
-                descriptor = open_regular(self._path, os.O_RDWR | os.O_APPEND)
-            except FileNotFoundError:
+    def total(self) -> int | None:
+        """Return the recorded sum; None if the file is missing or damaged."""
+        return self._add(0)
+
+    def _add(self, change: int) -> int | None:
+        with self._numbers(os.O_RDWR) as (descriptor, found):
+            if found is None:
                 return None
-            try:
-                # Appended first, then added up: of two processes that do so at once, at least one sees both changes.
-                if change:
-                    os.write(descriptor, pack_change(change))
-                total = self._sum(descriptor)
-                # Otherwise another process has rewritten the file, and the new file may lack the change, which is
-                # appended again: an addition may be counted twice, and a subtraction (which is not repeated) may be
-                # lost.
-                if change < 0 or same_file(descriptor, self._path):
-                    return total
-            finally:
-                os.close(descriptor)
-        return None
+            added, removed = found
+            added, removed = added + max(change, 0), removed + max(-change, 0)
+            if change:
+                os.pwrite(descriptor, _NUMBERS.pack(added, removed), 0)
+            return added - removed
 
-    def _sum(self, descriptor: int) -> int | None:
-        size = os.fstat(descriptor).st_size
-        name = os.pread(descriptor, _NAME_SIZE, 0)
-        # Read once: another thread may replace the tuple.
-        known, length, total = self._known
-        if name != known or length > size:
-            length, total = _NAME_SIZE, 0
-        records = os.pread(descriptor, max(0, size - length), length)
-        added = sum_changes(records)
-        if added is None or len(name) < _NAME_SIZE:
-            return None
-        self._known = (name, length + len(records), total + added)
-        return total + added
+    @plain_context
+    def _numbers(self, flags: int) -> Generator[tuple[int, tuple[int, int] | None]]:
+        """Lock the file of the numbers; None: they are missing or damaged."""
+        try:
+            descriptor = open_regular(self._path, flags)
+        except FileNotFoundError:
+            yield -1, None
+            return
+        try:
+            wait_for_lock(descriptor)
+            record = os.pread(descriptor, _NUMBERS.size + 1, 0)
+            found: tuple[int, int] = _NUMBERS.unpack(record) if len(record) == _NUMBERS.size else (0, 1)
+            yield descriptor, found if found[0] >= found[1] else None
+        finally:
+            unlock(descriptor)  # see `_lock`
+            os.close(descriptor)
 
     def _tidy(self) -> bool:
-        """Count the actual files, evict, and rewrite the usage file; False if another process is doing that."""
+        """Count the actual files, evict, and begin the numbers anew; False if another process is doing that."""
         with self._lock() as locked:
             if not locked:
                 return False
-            # Additions after this length may be of files that are not counted below: `_rewrite` adds them to the total.
-            before = self._length()
+            # Additions from here on may be of files that are not counted below: they are added to the total.
+            with self._numbers(os.O_RDWR) as (_, found):
+                before = 0 if found is None else found[0]
             self._clean()
             # Unfinished files first: a file that gets its final name in between is counted twice, and not left out.
             total = sum(charged for charged, _ in self._fills())
@@ -204,34 +180,12 @@ class CacheUsage:
                         os.unlink(victim.path)
                         self._counts.evict()
                     total -= victim.charged
-            self._rewrite(total, before)
+            with self._numbers(os.O_RDWR | os.O_CREAT) as (descriptor, found):
+                total += 0 if found is None else max(0, found[0] - before)
+                # Written first: the zeros of a file that was only made longer would be believed.
+                os.pwrite(descriptor, _NUMBERS.pack(total, 0), 0)
+                os.ftruncate(descriptor, _NUMBERS.size)
             return True
-
-    def _length(self) -> int:
-        try:
-            return os.stat(self._path).st_size
-        except FileNotFoundError:
-            return 0
-
-    def _rewrite(self, total: int, before: int) -> None:
-        """Start a new usage file with `total`, plus the additions in the old one after its first `before` bytes."""
-        new = f"{self._path}.new"
-        old = None
-        with suppress(FileNotFoundError):
-            old = open_regular(self._path, os.O_RDONLY)
-        try:
-            # Only the holder of the lock writes this file, so an existing file was left by a dead process.
-            descriptor = open_regular(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            try:
-                os.write(descriptor, os.urandom(_NAME_SIZE) + pack_change(total))
-                os.rename(new, self._path)
-            finally:
-                os.close(descriptor)
-            if old is not None and before and (size := os.fstat(old).st_size) > before:
-                self._append(sum_added(os.pread(old, size - before, before)))
-        finally:
-            if old is not None:
-                os.close(old)
 
     @plain_context
     def _lock(self, *, wait: bool = False) -> Generator[bool]:

@@ -23,9 +23,8 @@ from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_blocks import CachedBlocks, find_newest
-from asyncloader.transports.cache_entry import CacheEntry, EntryLost
 from asyncloader.transports.cache_layout import hash_key, object_url
-from asyncloader.transports.cache_store import CacheStore
+from asyncloader.transports.cache_store import CacheEntry, CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start

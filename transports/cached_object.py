@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from asyncloader.transports.base import ObjectInfo, PinnedReader, gather_all
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
-from asyncloader.transports.cache_entry import CacheEntry
 from asyncloader.transports.cache_layout import (
     BLOCK_BYTES,
     Piece,
@@ -28,7 +27,7 @@ from asyncloader.transports.cache_layout import (
     split_range,
     storable_etag,
 )
-from asyncloader.transports.cache_store import CacheFill
+from asyncloader.transports.cache_store import CacheEntry, CacheFill
 from asyncloader.transports.cache_tee import Tee
 from asyncloader.transports.checks import check_range, check_start
 from asyncloader.transports.errors import RangesIgnored, ReadFailed, SizeUnknown, TransportError

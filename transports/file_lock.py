@@ -1,12 +1,17 @@
-"""Locks open files against other processes. The kernel releases a lock when its process ends, however it ends.
+"""Opens files that processes share, and locks them. The kernel releases a lock when its process ends, however it ends.
 
 Data path: none; used by `cache_store`, `cache_usage` and DataLoader2's caches.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import stat
+
+# Links are not followed; opening a FIFO does not wait, and a terminal does not become our controlling terminal.
+_SAFELY = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY"))
 
 
 def try_lock(descriptor: int) -> bool:
@@ -38,3 +43,21 @@ def same_file(descriptor: int, path: str) -> bool:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
         return False
+
+
+def open_regular(path: str, flags: int, mode: int = 0o600) -> int:
+    """Open a regular file. Others may have planted a link, FIFO, device or directory under its name: these are errors,
+    without a wait.
+
+    Raises:
+        OSError: `os.open` fails; EINVAL: it is not a regular file.
+    """
+    descriptor = os.open(path, flags | _SAFELY, mode)
+    # The open file is checked, not the name: the name may be replaced between a check and the open.
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor

@@ -27,8 +27,7 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Self, TypeVar
 
-from asyncloader.transports.cache_entry import CacheEntry, EntryLost
-from asyncloader.transports.cache_store import USE_AGE_NS
+from asyncloader.transports.cache_store import USE_AGE_NS, CacheEntry, EntryLost
 
 if sys.platform != "win32":
     import resource

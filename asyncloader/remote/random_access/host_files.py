@@ -29,12 +29,10 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from asyncloader.bridge import in_thread
 from asyncloader.errors import warn_aside
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cache_layout import hash_key, storable_etag
-from asyncloader.transports.cache_store import CacheStore
+from asyncloader.transports.cache_store import CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
-from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
-from asyncloader.transports.regular_file import open_regular
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock, unlock, wait_for_lock
 
 _R = TypeVar("_R")
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.cache_entry import CacheEntry, EntryLost
+from asyncloader.transports.cache_store import CacheEntry, EntryLost
 from asyncloader.transports.open_files import OpenFile, OpenFiles
 
 _R = TypeVar("_R")

@@ -76,7 +76,7 @@ def disk_use(folder: Path) -> int:
 
 def account(folder: Path) -> int:
     """The usage that the cache has recorded."""
-    found = CacheUsage(str(folder / ROOT_NAME), None, CacheCounts())._append()
+    found = CacheUsage(str(folder / ROOT_NAME), None, CacheCounts()).total()
     assert found is not None
     return found
 

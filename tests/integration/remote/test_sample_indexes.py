@@ -28,8 +28,7 @@ from asyncloader.errors import ShardError
 from asyncloader.remote.random_access import host_files
 from asyncloader.remote.random_access.indexing import Indexer
 from asyncloader.transports import MemoryTransport, WriteFailed
-from asyncloader.transports.file_lock import try_lock
-from asyncloader.transports.regular_file import open_regular
+from asyncloader.transports.file_lock import open_regular, try_lock
 from tests import script_server
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import LOOPS, ROOT, environment, run_async

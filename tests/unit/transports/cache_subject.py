@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from asyncloader.transports.cache_entry import CacheEntry
 from asyncloader.transports.cache_layout import ROOT_NAME, entry_name, hash_key
-from asyncloader.transports.cache_store import CacheFill, CacheStore
+from asyncloader.transports.cache_store import CacheEntry, CacheFill, CacheStore
 from asyncloader.transports.cache_usage import CacheCounts
 
 DATA = bytes(range(256)) * 8

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.transports.cache_entry import EntryLost
 from asyncloader.transports.cache_layout import MARKER, MARKER_NAME, ROOT_NAME, CacheFooter, charge, fill_name, hash_key
-from asyncloader.transports.cache_store import CacheStore
+from asyncloader.transports.cache_store import CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.file_lock import try_lock
 from tests.unit.transports.cache_subject import DATA, begun, content, everything, file_of, held, opened, put
@@ -166,7 +165,7 @@ def test_an_aborted_fill_leaves_nothing(folder: Path) -> None:
         fill.write(DATA)
         fill.abort()
         assert everything(folder) == set()
-        assert store.usage._append() == 0  # the sum of the account
+        assert store.usage.total() == 0
     put(store, "v", data=b"x" * 7000)
     assert held(store, "v") == b"x" * 7000
 
@@ -321,7 +320,7 @@ def test_what_is_no_file_is_never_opened(folder: Path, kind: str, monkeypatch: p
     with pytest.raises(OSError):
         begun(store, "v")
     opened(folder).usage.start()
-    for name in ["usage", "lock"]:
+    for name in ["used", "lock"]:
         (root / name).unlink()
         HOSTILE[kind](root / name)
         with pytest.raises(OSError):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from asyncloader.transports.cache_layout import ROOT_NAME, hash_key
+from asyncloader.transports.cache_layout import ROOT_NAME, Stored, hash_key
 from asyncloader.transports.cache_store import CacheStore
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.file_lock import wait_for_lock
@@ -118,9 +119,9 @@ def test_a_link_in_place_of_an_object(folder: Path) -> None:
 def test_a_damaged_usage_file_is_rewritten(folder: Path) -> None:
     """A usage file that is missing, damaged or wrong is rewritten from the actual files."""
     store = opened(folder, 6 * 4096)
-    account = folder / ROOT_NAME / "usage"
+    account = folder / ROOT_NAME / "used"
     put(store, "a")
-    for wrong in [None, b"", b"torn", account.read_bytes() + b"\0", account.read_bytes()[:8] + b"\x7f" + bytes(7)]:
+    for wrong in [None, b"", b"torn", account.read_bytes() + b"\0", bytes(15) + b"\1", b"\x7f" + bytes(15)]:
         account.unlink() if wrong is None else account.write_bytes(wrong)
         put(store, f"after {wrong!r}")
         assert held(store, f"after {wrong!r}") == DATA
@@ -138,13 +139,20 @@ def test_a_torn_file_subtracts_nothing(folder: Path) -> None:
         assert disk_use(folder) <= 4 * 4096
 
 
-def test_a_long_usage_file_is_rewritten(folder: Path) -> None:
-    """A usage file that has grown is rewritten when a process starts to write."""
-    put(opened(folder), "a")
-    account = folder / ROOT_NAME / "usage"
-    account.write_bytes(account.read_bytes() + bytes(2 << 20))
-    put(opened(folder), "b")
-    assert account.stat().st_size < 100
+def test_what_is_added_during_a_count_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may begin a file that the count does not see; what it gives back meanwhile is not subtracted."""
+    store, other = opened(folder), opened(folder)
+    put(store, "a")
+    files = store.usage._files
+
+    def count() -> Iterator[Stored]:
+        other.usage._add(3 * 4096)
+        other.usage.release(2 * 4096)
+        return files()
+
+    monkeypatch.setattr(store.usage, "_files", count)
+    assert store.usage._tidy()
+    assert other.usage.total() == 4 * 4096
 
 
 def test_an_eviction_in_another_process_is_not_waited_for(folder: Path) -> None:
@@ -184,7 +192,7 @@ def test_the_usage_file_of_another_process_is_waited_for(folder: Path, monkeypat
     """Processes that start together on a new directory all cache: none is refused before the file exists."""
     store, other = opened(folder), opened(folder)
     put(store, "a")
-    (folder / ROOT_NAME / "usage").unlink()
+    (folder / ROOT_NAME / "used").unlink()
     waiting = threading.Event()
 
     def wait(descriptor: int) -> None:
@@ -196,6 +204,6 @@ def test_the_usage_file_of_another_process_is_waited_for(folder: Path, monkeypat
     with store.usage._lock():
         thread.start()
         assert waiting.wait(60)
-        store.usage._rewrite(0, 0)
+        (folder / ROOT_NAME / "used").write_bytes(bytes(16))
     thread.join()
     assert held(other, "b") == DATA
