@@ -85,7 +85,7 @@ class Download(ABC, Generic[_K]):
         self._until: int | None = None  # the present response ends here, and the object does not
         self._mark = start  # the position when the retry budget last started
         self._done = False
-        # Set while this download holds a slot, which is released to the same semaphore: `ClientOwner` makes another
+        # Set while this download holds a slot, which is released to the same semaphore: `NetworkClient` makes another
         # semaphore when it opens a client for another loop or process.
         self._slots: asyncio.Semaphore | None = None
         self._attempts: Attempts | None = None

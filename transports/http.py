@@ -93,8 +93,7 @@ class HttpTransport(NetworkTransport[HttpClient]):
             "encoded": encoded,
             "verify": verify,
         }
-        client = self._client_type(root, range_gap=self.range_gap, **options)
-        super().__init__(client, root, {"listing": listing, **options})
+        super().__init__(self._client_type(root, options, self.range_gap), root, {"listing": listing, **options})
         self._listing = listing
 
     @classmethod

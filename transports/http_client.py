@@ -30,7 +30,7 @@ from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, safe_url, status_error, version_of
 from asyncloader.transports.network_client import NetworkClient
 from asyncloader.transports.object_version import Version
-from asyncloader.transports.retry import RequestFailed, RetryPolicy, asked_delay, is_retryable
+from asyncloader.transports.retry import RequestFailed, asked_delay, is_retryable
 
 if TYPE_CHECKING:
     import aiohttp
@@ -56,7 +56,7 @@ _VISIBLE = bytes(range(0x21, 0x7F)).decode()
 
 
 class HttpClient(NetworkClient["aiohttp.ClientSession"]):
-    """Requests below one root URL. The arguments are those of `HttpTransport`."""
+    """Requests below one root URL. The options are those of `HttpTransport`, by name."""
 
     encoding_advice = "turn the encoding off in the server, or pass encoded=True to take them as the object's"
     """What to do about a body that is encoded, for an error's text."""
@@ -68,30 +68,19 @@ class HttpClient(NetworkClient["aiohttp.ClientSession"]):
     asks_if_range = True
     """Whether a download continues only if the server finds the version unchanged."""
 
-    def __init__(
-        self,
-        root: str,
-        *,
-        headers: HeaderSource | None,
-        retry: RetryPolicy,
-        requests: int,
-        connect_s: float,
-        first_byte_s: float,
-        stalled_s: float,
-        min_bytes_per_s: float,
-        encoded: bool,
-        verify: bool,
-        range_gap: int,
-    ) -> None:
+    def __init__(self, root: str, options: Mapping[str, Any], range_gap: int) -> None:
         parts = urlsplit(root)
         self.root = safe_url(root)
-        super().__init__(f"the http transport of {self.root}", requests, retry, min_bytes_per_s)
-        self.first_byte_s = first_byte_s
-        self.stalled_s = stalled_s
-        self.encoded = encoded
-        self.verify = verify
+        super().__init__(
+            f"the http transport of {self.root}", options["requests"], options["retry"], options["min_bytes_per_s"]
+        )
+        self.first_byte_s: float = options["first_byte_s"]
+        self.stalled_s: float = options["stalled_s"]
+        self.encoded: bool = options["encoded"]
+        self.verify: bool = options["verify"]
         self.range_gap = range_gap
-        self._connect_s = connect_s
+        headers: HeaderSource | None = options["headers"]
+        self._connect_s: float = options["connect_s"]
         self._headers = headers
         host = parts.netloc.rpartition("@")[2].lower()
         # aiohttp sends the host of an encoded URL as it is.

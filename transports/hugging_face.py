@@ -59,8 +59,8 @@ class HubClient(HttpClient):
     encoding_advice = "a proxy between may have encoded them"
     asks_if_range = False  # the CDN knows nothing of commits
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(self, root: str, options: Mapping[str, Any], range_gap: int) -> None:
+        super().__init__(root, options, range_gap)
         self._redirects: dict[str, tuple[URL, float]] = {}
         self._resolving: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
@@ -292,7 +292,7 @@ def hub_headers() -> Mapping[str, str]:
         TransportError: `huggingface_hub` is not installed.
     """
     try:
-        from huggingface_hub.utils._headers import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers
     except ImportError as error:
         raise TransportError(
             "hf:// needs huggingface_hub, which is not installed; install it by: pip install 'asyncloader[hf]'"

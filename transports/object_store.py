@@ -18,7 +18,7 @@ from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_limits, check_prefix
 from asyncloader.transports.download import NetworkTransport
 from asyncloader.transports.object_store_client import StoreClient, check_key
-from asyncloader.transports.object_store_config import Settings, parse_location
+from asyncloader.transports.object_store_config import parse_location
 from asyncloader.transports.object_store_download import StoreDownload
 from asyncloader.transports.object_version import Version
 from asyncloader.transports.retry import RetryPolicy
@@ -106,8 +106,7 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             "stalled_s": stalled_s,
             "min_bytes_per_s": min_bytes_per_s,
         }
-        settings = Settings(**{name: options[name] for name in Settings.__slots__})
-        super().__init__(StoreClient(location, settings, options["retry"], requests, min_bytes_per_s), root, options)
+        super().__init__(StoreClient(location, options), root, options)
 
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:

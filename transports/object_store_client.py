@@ -22,10 +22,10 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Buffer
 
@@ -43,9 +43,9 @@ from asyncloader.transports.errors import (
     WriteFailed,
 )
 from asyncloader.transports.network_client import NetworkClient, Scope
-from asyncloader.transports.object_store_config import BucketLocation, Settings, open_store
+from asyncloader.transports.object_store_config import BucketLocation, open_store
 from asyncloader.transports.object_version import Version
-from asyncloader.transports.retry import RequestFailed, RetryPolicy
+from asyncloader.transports.retry import RequestFailed
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta
@@ -86,17 +86,16 @@ class OpenStore:
 
 
 class StoreClient(NetworkClient[OpenStore]):
-    """Requests below one root. The arguments are those of `ObjectStoreTransport`."""
+    """Requests below one root. The options are those of `ObjectStoreTransport`, by name."""
 
-    def __init__(
-        self, location: BucketLocation, settings: Settings, retry: RetryPolicy, requests: int, min_bytes_per_s: float
-    ) -> None:
-        super().__init__(f"the transport of {location.url}", requests, retry, min_bytes_per_s)
+    def __init__(self, location: BucketLocation, options: Mapping[str, Any]) -> None:
+        name = f"the transport of {location.url}"
+        super().__init__(name, options["requests"], options["retry"], options["min_bytes_per_s"])
         self.location = location
-        self._settings = settings
-        self._endpoint = settings.endpoint or settings.config.get("endpoint")
+        self._options = options
+        self._endpoint = options["endpoint"] or options["config"].get("endpoint")
         # obstore enforces both limits itself. This limit ends the wait if obstore's threads do not exist.
-        self._head_s = settings.connect_s + 2 * settings.stalled_s
+        self._head_s: float = options["connect_s"] + 2 * options["stalled_s"]
 
     def open_client(self) -> OpenStore:
         """Make obstore's client.
@@ -105,7 +104,7 @@ class StoreClient(NetworkClient[OpenStore]):
             TransportError: this process was forked from one that used obstore, or the client cannot be made.
         """
         note_use()
-        opened = OpenStore(lambda retries: open_store(self.location, self._settings, self._retry if retries else None))
+        opened = OpenStore(lambda retries: open_store(self.location, self._options, self._retry if retries else None))
         at_exit(_settle)
         return opened
 

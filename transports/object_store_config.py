@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigError
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,6 +49,7 @@ _ENDPOINT_VARIABLES = {
 # Settings that a profile can have instead of keys, which need AWS's own SDK.
 _INDIRECT = ("sso_session", "sso_start_url", "role_arn", "credential_process", "login_session")
 
+_YES = frozenset({"true", "1", "yes", "on"})
 _KEYS = {
     "aws_access_key_id": "access_key_id",
     "aws_secret_access_key": "secret_access_key",
@@ -77,20 +77,6 @@ class BucketLocation(NamedTuple):
     def url(self) -> str:
         """The root for texts."""
         return f"{self.bucket}{'/' + self.prefix if self.prefix else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """The transport's options, as `ObjectStoreTransport` documents them."""
-
-    endpoint: str | None = None
-    region: str | None = None
-    skip_signature: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    client: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    credentials: Callable[[], Any] | None = None
-    connect_s: float = 10.0
-    stalled_s: float = 30.0
 
 
 def parse_location(url: str) -> BucketLocation:
@@ -140,12 +126,12 @@ def retry_config(policy: RetryPolicy | None) -> RetryConfig:
     }
 
 
-def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy | None) -> Store:
+def open_store(location: BucketLocation, options: Mapping[str, Any], retry: RetryPolicy | None) -> Store:
     """Make obstore's client. Reads the environment and credential files, and sends nothing.
 
     Args:
         location: the root.
-        settings: the options.
+        options: those of `ObjectStoreTransport`, by name.
         retry: for obstore's own retries; None: no retries.
 
     Raises:
@@ -160,17 +146,17 @@ def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy 
         ) from error
     config: dict[str, Any] = {}
     if location.kind == "s3":
-        config.update(_from_profile(settings, os.environ))
-    if settings.endpoint is not None:
-        config[_ENDPOINT[location.kind]] = settings.endpoint
-    if settings.region is not None:
-        config["region"] = settings.region
-    if settings.skip_signature:
+        config.update(_from_profile(options, os.environ))
+    if options["endpoint"] is not None:
+        config[_ENDPOINT[location.kind]] = options["endpoint"]
+    if options["region"] is not None:
+        config["region"] = options["region"]
+    if options["skip_signature"]:
         config["skip_signature"] = True
-    config.update(settings.config)
+    config.update(options["config"])
     client: ClientConfig = {
-        "connect_timeout": timedelta(seconds=settings.connect_s),
-        "read_timeout": timedelta(seconds=settings.stalled_s),
+        "connect_timeout": timedelta(seconds=options["connect_s"]),
+        "read_timeout": timedelta(seconds=options["stalled_s"]),
         "timeout": _FOR_EVER,
         "user_agent": "asyncloader",
     }
@@ -180,9 +166,9 @@ def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy 
         client["allow_http"] = True  # the user asked for it explicitly
     given: dict[str, Any] = {
         "config": config,
-        "client_options": {**client, **settings.client},
+        "client_options": {**client, **options["client"]},
         "retry_config": retry_config(retry),
-        "credential_provider": settings.credentials,
+        "credential_provider": options["credentials"],
     }
     kind: Any = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[location.kind]
     try:
@@ -193,7 +179,7 @@ def open_store(location: BucketLocation, settings: Settings, retry: RetryPolicy 
     return store
 
 
-def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[str, str]:
+def _from_profile(options: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, str]:
     """Return the plain settings of the AWS profile that neither the options nor the environment override.
 
     Raises:
@@ -214,11 +200,11 @@ def _from_profile(settings: Settings, environment: Mapping[str, str]) -> dict[st
         found["region"] = profile["region"]
     if "endpoint_url" in profile and not set(_ENDPOINT_VARIABLES["s3"]) & environment.keys():
         found["endpoint"] = profile["endpoint_url"]
-    anonymous = settings.skip_signature or environment.get("AWS_SKIP_SIGNATURE", "").lower() in {"true", "1"}
+    anonymous = options["skip_signature"] or environment.get("AWS_SKIP_SIGNATURE", "").lower() in _YES
     if (
         anonymous
-        or settings.credentials is not None
-        or {"access_key_id", "aws_access_key_id", "skip_signature"} & {str(each).lower() for each in settings.config}
+        or options["credentials"] is not None
+        or {"access_key_id", "aws_access_key_id", "skip_signature"} & {str(each).lower() for each in options["config"]}
         or {"AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"} & environment.keys()
     ):
         return found

@@ -50,12 +50,16 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\n"
 async def test_requests_grow_with_the_answers(keeps: bool) -> None:
     """A server gets five at a time before its first answer, then more. A cancelled request holds up no other."""
     arrived = answered = 0
+    five = asyncio.Event()
     crowds: list[tuple[int, int]] = []  # answers, and new connections without an answer, as each connection comes
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal arrived, answered
         arrived += 1
         crowds.append((answered, arrived - answered))
+        if arrived == 5:
+            five.set()
+        await five.wait()
         first = True
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while await reader.readuntil(b"\r\n\r\n"):

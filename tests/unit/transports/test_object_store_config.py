@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from asyncloader.transports import InvalidPath, RetryPolicy, TransportError
+from asyncloader.transports import InvalidPath, ObjectStoreTransport, RetryPolicy, TransportError
 from asyncloader.transports.object_store_config import (
     BucketLocation,
-    Settings,
     open_store,
     parse_location,
     retry_config,
@@ -33,12 +32,16 @@ def write(home: Path, *, credentials: str = "", config: str = "") -> None:
     (home / ".aws/config").write_text(config)
 
 
+def opened(url: str, **options: Any) -> Any:
+    return open_store(parse_location(url), ObjectStoreTransport(url, **options)._options, None)
+
+
 def configured(url: str = "s3://bucket", **options: Any) -> dict[str, Any]:
-    return dict(open_store(parse_location(url), Settings(**options), None).config)
+    return dict(opened(url, **options).config)
 
 
 def connected(**options: Any) -> dict[str, Any]:
-    return dict(open_store(parse_location("s3://bucket"), Settings(**options), None).client_options or {})
+    return dict(opened("s3://bucket", **options).client_options or {})
 
 
 # ---------------------------------------------------------------------------------------------------------- URLs
@@ -60,9 +63,7 @@ def connected(**options: Any) -> dict[str, Any]:
 def test_urls(url: str, location: BucketLocation) -> None:
     """Scheme, bucket and prefix are separated; nothing in the prefix is unescaped, nor by obstore."""
     assert parse_location(url) == location
-    store = open_store(
-        location, Settings(config={} if "@" in url or location.kind != "az" else {"account_name": "x"}), None
-    )
+    store = opened(url, config={} if "@" in url or location.kind != "az" else {"account_name": "x"})
     assert (store.prefix or "") == location.prefix
 
 
