@@ -138,7 +138,9 @@ _SIZED = {
 }
 """By the first byte of a long text, extension or array: the bytes of its size, and further bytes of its head."""
 _FIXED = {
-    **{0xC0: 1, 0xC2: 1, 0xC3: 1, 0xCA: 5, 0xCB: 9},
+    **dict.fromkeys((0xC0, 0xC2, 0xC3), 1),
+    0xCA: 5,
+    0xCB: 9,
     **{first: 1 + (1 << (first & 3)) for first in range(0xCC, 0xD4)},
     **{first: 2 + (1 << (first - 0xD4)) for first in range(0xD4, 0xD9)},
 }
