@@ -20,11 +20,11 @@ from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import in_thread, run_in_thread
 from asyncloader.errors import ShardWriteError
 from asyncloader.formats.encoder import BadSample, EncodedSamples, EncodingFailure, ShardEncoder, check_names
-from asyncloader.formats.jsonl_writer import JsonlEncoder
+from asyncloader.formats.jsonl import JsonlEncoder
 from asyncloader.formats.mds_writer import MdsEncoder
 from asyncloader.formats.parquet_writer import ParquetEncoder
-from asyncloader.formats.tar_writer import TarEncoder
-from asyncloader.formats.tfrecord_writer import TFRecordEncoder
+from asyncloader.formats.tar import TarEncoder
+from asyncloader.formats.tfrecord import TFRecordEncoder
 from asyncloader.remote.sample_source import Samples, SampleSource
 from asyncloader.remote.shard_cutting import ShardCutter
 from asyncloader.remote.shard_index import ShardNames

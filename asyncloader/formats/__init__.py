@@ -26,6 +26,7 @@ from asyncloader.formats.base import (
     Located,
     LocatedSamples,
     OnBad,
+    ReadWhole,
     Sample,
     ShardError,
     ShardRange,
@@ -34,12 +35,11 @@ from asyncloader.formats.base import (
 )
 from asyncloader.formats.compressed import CompressedReader, Compression, decoder
 from asyncloader.formats.indexed import IndexedReader
-from asyncloader.formats.jsonl import JsonlReader, cut_lines
-from asyncloader.formats.mds import MdsReader, MdsShard, parse_mds_index
+from asyncloader.formats.jsonl import JsonlReader, cut_lines, json_lines
+from asyncloader.formats.mds import MdsReader, MdsShard, mds_samples, parse_mds_index
 from asyncloader.formats.push_parser import Reader
-from asyncloader.formats.tar import TarReader
-from asyncloader.formats.tfrecord import TFRecordReader, parse_example
-from asyncloader.formats.whole_sample import read_whole
+from asyncloader.formats.tar import TarReader, tar_samples
+from asyncloader.formats.tfrecord import TFRecordReader, fast_crc32c, parse_example, tfrecords
 
 __all__ = [
     "MAX_SAMPLE_BYTES",
@@ -64,6 +64,7 @@ __all__ = [
     "open_reader",
     "parse_example",
     "parse_mds_index",
+    "read_whole",
     "shard_format",
 ]
 
@@ -157,6 +158,21 @@ def open_reader(
         raise ValueError(f"format {name!r} is unknown; the formats are {', '.join((*SIMPLE, 'jsonl', 'mds'))}")
     reader.narrow(skip, most)
     return reader if compression is None else CompressedReader(url, reader, decoder(compression))
+
+
+def read_whole(url: str, name: str, shard: MdsShard | None) -> ReadWhole:
+    """Return the function that reads samples of a shard, decompressed.
+
+    Args:
+        url: the shard's.
+        name: of its format.
+        shard: the index's entry of an MDS shard.
+    """
+    if shard is not None:
+        return mds_samples(url, shard)
+    if name == "tar":
+        return tar_samples(url)
+    return tfrecords(url, fast_crc32c()) if name == "tfrecord" else json_lines(url)
 
 
 def open_indexed_reader(

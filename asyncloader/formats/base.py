@@ -28,6 +28,10 @@ a shard claims are checked before memory is allocated for them.
 `feed_from`, returns exactly the samples that follow. Offsets count the bytes of the shard; in a compressed shard they
 count decompressed bytes, and `feed_from` is 0 because no offset inside can be reached directly.
 
+*Whole samples.* A sample that is read by its number comes whole, and a reader for each would take several times as long
+as the function that each format has for it (`ReadWhole`). It makes the same checks. It returns the sample that the
+format's reader returns or, for all that is unusual or wrong, None: then the reader decides, and has the error.
+
 *Errors.* Whatever a shard contains, the result is samples or a `ShardError`. The samples before an error are returned
 first: if a call of `feed` has samples to return, the next call raises the error. A reader that has failed raises the
 same error on every further call.
@@ -47,7 +51,9 @@ __all__ = [
     "Located",
     "LocatedSamples",
     "OnBad",
+    "ReadWhole",
     "Sample",
+    "SampleSlices",
     "ShardError",
     "ShardRange",
     "ShardReader",
@@ -165,6 +171,18 @@ class ShardReader(Protocol):
             ShardError: the shard ends in the middle of a sample; or an error of `feed`.
         """
         ...
+
+
+class SampleSlices(Protocol):
+    """Has the bytes of samples: bytes, or a file, of which parts are read without a copy of the whole sample."""
+
+    def __getitem__(self, part: slice, /) -> bytes:
+        """Return ``part.stop - part.start`` bytes. There is no step, and neither is left out."""
+        ...
+
+
+ReadWhole: TypeAlias = Callable[[SampleSlices, int, int, int], Sample | None]
+"""Called with a source, the positions in it at which a sample's bytes begin and end, and their offset in the shard."""
 
 
 _PLAIN_URL = re.compile(r"[A-Za-z][A-Za-z0-9]*://[!-\"$->@-Z\\^-~]*")

@@ -1,6 +1,6 @@
-"""Reads shards compressed with gzip or zstd: decompresses, and feeds the reader of the format inside. Pure.
+"""Reads shards compressed with gzip or zstd: decompresses, and feeds the reader of the format inside. Compresses. Pure.
 
-Data path: transport -> chunks -> [compressed] -> reader of the format -> samples.
+Data path: transport -> chunks -> [compressed] -> reader of the format -> samples; shard -> [compressed] -> object.
 
 A call of `feed` stops after decompressing about `STEP` bytes; `pending` is True if the chunk contains more. So a
 decompression bomb takes no more memory than any other shard, and is refused by `max_sample_bytes`.
@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import importlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
+
+from typing_extensions import Buffer
 
 from asyncloader.formats.base import Located, ShardError, ShardReader
 
@@ -33,8 +36,11 @@ expands to 8 MiB.
 ZSTD_WINDOW_LOG = 27
 """Maximum memory for a zstd frame's window: 128 MiB, the limit of the zstd tool."""
 
-ZSTD_MODULES = ("compression.zstd", "backports.zstd", "pyzstd")
-"""Python's own (3.14), its backport, and pyzstd: all of them have the `ZstdDecompressor` described by `Member`."""
+ZSTD_MODULES = ("compression.zstd", "zstandard")
+"""Python's own, from 3.14 on, whose `ZstdDecompressor` is a `Member`; and the package of the extra."""
+
+ZSTD_LEVEL = 3
+"""The zstd tool's own."""
 
 STEP = 1 << 20
 """Approximate number of bytes that a call of `feed` decompresses."""
@@ -134,7 +140,7 @@ class CompressedReader:
             try:
                 data = self._decoder.take(room)
             except Exception as error:  # the type depends on the package
-                # These are zstd's own words, in the errors of all of its Python packages.
+                # These are zstd's own words, in the errors of both modules.
                 if "requires too much memory" in str(error):
                     raise self._error(
                         f"a zstd frame's window is larger than {1 << ZSTD_WINDOW_LOG >> 20} MiB, the most that is "
@@ -300,30 +306,58 @@ def decoder(compression: Compression) -> MemberDecoder:
     Raises:
         ImportError: no package for zstd is installed.
     """
-    return MemberDecoder(GzipMember, padding=True) if compression == "gzip" else zstd_decoder()
+    if compression == "gzip":
+        return MemberDecoder(GzipMember, padding=True)
+    return MemberDecoder(zstd_member(_zstd()), padding=False)
 
 
-def zstd_decoder() -> MemberDecoder:
-    """Make a decoder for zstd, with the first package that is installed."""
-    for name in (*ZSTD_MODULES, "zstandard"):
+def _zstd() -> Any:
+    """Import Python's own module for zstd (from 3.14 on), or the package of the extra.
+
+    Raises:
+        ImportError: none is installed.
+    """
+    for name in ZSTD_MODULES:
         try:
-            module: Any = importlib.import_module(name)
+            return importlib.import_module(name)
         except ImportError:
             continue
-        return MemberDecoder(zstd_member(module), padding=False)
     raise ImportError(
-        "this shard is compressed with zstd, and no package for it is installed: pip install 'asyncloader[shards]' "
-        f"(any of {', '.join(ZSTD_MODULES)} and zstandard will do)"
+        "shards with zstd need a package for it, and none is installed: pip install 'asyncloader[shards]' (any of "
+        f"{' and '.join(ZSTD_MODULES)} will do)"
     )
 
 
 def zstd_member(module: Any) -> Callable[[], Member]:
     """Return a function that makes members with `module`, with a bound on the memory of a frame."""
-    if hasattr(module, "DecompressionParameter"):
-        options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
-    elif hasattr(module, "DParameter"):
-        options = {module.DParameter.windowLogMax: ZSTD_WINDOW_LOG}
-    else:
+    if module.__name__ == "zstandard":
         context = module.ZstdDecompressor(max_window_size=1 << ZSTD_WINDOW_LOG)
         return lambda: ZstandardMember(context)
+    options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
     return lambda: module.ZstdDecompressor(None, options)
+
+
+def compressor(compression: Compression) -> Callable[[Sequence[Buffer]], list[Buffer]]:
+    """Return the function that compresses a shard. It takes CPU time and releases the GIL: call it in a thread.
+
+    The bytes depend on the shard and on the compressing library alone: a gzip header has no time and no name.
+
+    Raises:
+        ImportError: no package for zstd is installed.
+    """
+    if compression == "gzip":
+        return _gzip
+    module = _zstd()
+    compress: Callable[[bytes], Buffer]
+    if module.__name__ == "zstandard":
+        compress = module.ZstdCompressor(level=ZSTD_LEVEL).compress
+    else:
+        compress = partial(module.compress, level=ZSTD_LEVEL)
+    # As a whole: the frame then says its size, which some readers need.
+    return lambda pieces: [compress(b"".join(pieces))]
+
+
+def _gzip(pieces: Sequence[Buffer]) -> list[Buffer]:
+    """Compress with gzip, at its usual level 6."""
+    member = zlib.compressobj(wbits=31)
+    return [*(each for piece in pieces if (each := member.compress(piece))), member.flush()]

@@ -1,6 +1,6 @@
 """Reads consecutive samples of a shard whose offsets are known, each at once. Pure.
 
-Data path: transport -> chunks -> [indexed: whole_sample] -> samples.
+Data path: transport -> chunks -> [indexed: the format's `ReadWhole`] -> samples.
 
 A shard's reader finds out where a sample ends by parsing it, in chunks that may end anywhere. With the offsets, a
 sample is made by one call as soon as its bytes are there: in half of the time, and when it is needed. The samples are
@@ -19,8 +19,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats.base import Located, LocatedSamples, Sample, ShardReader
-from asyncloader.formats.whole_sample import ReadWhole
+from asyncloader.formats.base import Located, LocatedSamples, ReadWhole, Sample, ShardReader
 
 STEP_BYTES = 1 << 15
 """Bytes of the samples that are made at a time. Their caller reads many streams: more of them would leave the CPU's

@@ -1,6 +1,6 @@
-r"""Reads JSON lines: one object per line is one sample, its members are the fields. Pure.
+r"""Reads and writes JSON lines: one object per line is one sample, its members are the fields. Pure.
 
-Data path: transport -> chunks -> [jsonl] -> samples.
+Data path: transport -> chunks -> [jsonl] -> samples; samples -> [jsonl: `JsonlEncoder`] -> parts -> shard.
 
 Encoding is UTF-8 (RFC 8259), lines end with ``\n`` or ``\r\n``; blank lines and a byte order mark at the beginning are
 skipped. The last line needs no line end. Format: https://jsonlines.org.
@@ -9,12 +9,16 @@ skipped. The last line needs no line end. Format: https://jsonlines.org.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ShardRange
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ReadWhole, Sample, SampleSlices, ShardRange, base_name
+from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, dump_json
 from asyncloader.formats.push_parser import Reader
 
 BOM = b"\xef\xbb\xbf"
+_BLANKS = " \t\r\n"  # of JSON
+_decode_json = json.JSONDecoder().raw_decode
 
 
 class JsonlReader(Reader):
@@ -129,3 +133,54 @@ def cut_lines(size: int, parts: int) -> list[ShardRange]:
     edges = [size * part // parts for part in range(parts)]
     ends = [*edges[1:], None]
     return [ShardRange(start, stop, start > 0) for start, stop in zip(edges, ends, strict=True)]
+
+
+def json_lines(url: str) -> ReadWhole:
+    """Return the function that reads samples like a `JsonlReader`: lines with their ends, and no blank line before."""
+    name = base_name(url)
+
+    def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
+        line = source[at:end]
+        if line.find(b"\n") != len(line) - 1:
+            return None
+        try:
+            # As `json.loads`, but for blanks at the beginning.
+            text = line.decode()
+            fields, stop = _decode_json(text)
+        except (ValueError, RecursionError):  # a byte order mark at the shard's start, too
+            return None
+        if type(fields) is not dict or (stop != len(text) - 1 and text[stop:].strip(_BLANKS)):
+            return None
+        fields["__key__"] = f"{name}:{start}"
+        fields["__url__"] = url
+        return fields
+
+    return read
+
+
+class JsonlEncoder(RecordEncoder):
+    """Encodes each sample as a line of UTF-8: what `json.dumps` takes, without NaN and infinity, which are no JSON, and
+    without keys that are the same in JSON.
+    """
+
+    def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
+        """Return a sample's line, like `RecordEncoder.encode_sample`."""
+        fields = {name: value for name, value in sample.items() if name not in RESERVED}
+        try:
+            text = dump_json(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        except (TypeError, ValueError, RecursionError) as error:
+            field = next((name for name, value in fields.items() if not _is_json(value)), None)
+            which = "it" if field is None else f"its field {field!r}"
+            raise BadSample(f"{which} cannot be JSON: {error}") from None
+        try:
+            return [text.encode() + b"\n"]
+        except UnicodeEncodeError:  # half a character, which JSON can hold escaped
+            return [json.dumps(fields, separators=(",", ":")).encode() + b"\n"]
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        dump_json(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

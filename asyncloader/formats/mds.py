@@ -32,14 +32,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache, partial
-from itertools import pairwise
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample, ShardError, ShardRange
+from asyncloader.formats.base import (
+    MAX_SAMPLE_BYTES,
+    OnBad,
+    ReadWhole,
+    Sample,
+    SampleSlices,
+    ShardError,
+    base_name,
+)
 from asyncloader.formats.compressed import Compression
 from asyncloader.formats.push_parser import Parser, PushReader
 
@@ -107,22 +114,6 @@ class MdsShard:
         if offsets[0] < self.header_size or offsets[-1] != self.size or (np.diff(offsets) < 1).any():
             raise ShardError("the offsets in the MDS header are impossible", url=url, offset=4)
         return offsets
-
-    def cut(self, offsets: npt.NDArray[np.int64], parts: int) -> list[ShardRange]:
-        """Cut an uncompressed shard into `parts` parts with equal numbers of samples (at most a part per sample).
-
-        Args:
-            offsets: the result of `offsets`.
-            parts: the number of parts.
-
-        Raises:
-            ValueError: `parts` is below 1.
-        """
-        if parts < 1:
-            raise ValueError(f"cannot cut a shard into {parts} parts")
-        parts = max(1, min(parts, self.samples))
-        edges = [int(offsets[self.samples * part // parts]) for part in range(parts + 1)]
-        return [ShardRange(start, stop, sync=False) for start, stop in pairwise(edges)]
 
 
 def parse_mds_index(data: bytes, *, url: str = "") -> list[MdsShard]:
@@ -406,7 +397,7 @@ class MdsReader(PushReader):
         self._shard = shard
         self._end = stop
         sizes = [column.size for column in shard.columns]
-        self._columns = [(column.name, mds_encoding(column.encoding)) for column in shard.columns]
+        self._columns = _columns_of(shard)
         self._fixed = sum(size for size in sizes if size is not None)
         self._sizes = Struct(f"<{sizes.count(None)}I")
 
@@ -437,15 +428,69 @@ class MdsReader(PushReader):
             self._read(head, (yield size), at)
 
     def _read(self, head: tuple[int, ...], data: bytes, at: int) -> None:
-        sizes = iter(head)
-        fields: Sample = {}
-        pos = 0
-        for name, (size, decode) in self._columns:
-            size_here = next(sizes) if size is None else size
-            try:
-                fields[name] = decode(data[pos : pos + size_here])
-            except (ValueError, ArithmeticError, RecursionError) as error:
-                self._bad(f"column {name!r} cannot be decoded: {error}", at, self._at, error)
-                return
-            pos += size_here
+        try:
+            fields = _decode(self._columns, data, 0, head)
+        except ValueError as error:
+            self._bad(str(error), at, self._at, error.__cause__)
+            return
         self._give(fields, at, self._at)
+
+
+_Columns: TypeAlias = "list[tuple[str, int | None, Decode | None]]"
+"""Of each column the name, the size of all values, and what decodes them; None: they stay bytes."""
+
+
+def _columns_of(shard: MdsShard) -> _Columns:
+    return [
+        (column.name, column.size, None if column.encoding in RAW else mds_encoding(column.encoding).decode)
+        for column in shard.columns
+    ]
+
+
+def _decode(columns: _Columns, source: SampleSlices, at: int, sizes: tuple[int, ...]) -> Sample:
+    """Return the fields whose bytes begin at a position of `source`.
+
+    Args:
+        columns: of the sample.
+        source: has its bytes.
+        at: the position.
+        sizes: of the values that differ in size.
+
+    Raises:
+        ValueError: a value cannot be decoded.
+    """
+    fields: Sample = {}
+    lengths = iter(sizes)
+    name = ""
+    try:
+        for name, size, decode in columns:
+            stop = at + (next(lengths) if size is None else size)
+            fields[name] = source[at:stop] if decode is None else decode(source[at:stop])
+            at = stop
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        raise ValueError(f"column {name!r} cannot be decoded: {error}") from error
+    return fields
+
+
+def mds_samples(url: str, shard: MdsShard) -> ReadWhole:
+    """Return the function that reads samples like an `MdsReader`."""
+    name, columns = base_name(url), _columns_of(shard)
+    sizes = Struct(f"<{sum(column.size is None for column in shard.columns)}I")
+    unpack, nbytes = sizes.unpack, sizes.size
+    fixed = nbytes + sum(column.size or 0 for column in shard.columns)
+
+    def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
+        if end - at < fixed:
+            return None
+        head = unpack(source[at : at + nbytes])
+        if end - at != fixed + sum(head):
+            return None
+        try:
+            fields = _decode(columns, source, at + nbytes, head)
+        except ValueError:
+            return None
+        fields["__key__"] = f"{name}:{start}"
+        fields["__url__"] = url
+        return fields
+
+    return read

@@ -1,6 +1,6 @@
-"""Reads TFRecord shards: one sample per record, raw or parsed as a tf.train.Example. Pure.
+"""Reads and writes TFRecord shards: one sample per record; and tf.train.Example messages. Pure.
 
-Data path: transport -> chunks -> [tfrecord] -> samples.
+Data path: transport -> chunks -> [tfrecord] -> samples; samples -> [tfrecord: `TFRecordEncoder`] -> parts -> shard.
 
 *Records.* A record is its length (8 bytes, little-endian), the length's masked CRC-32C (4), the data, and the data's
 masked CRC-32C (4). There is no mark between records, so a shard cannot be cut without an index. Sources: TensorFlow's
@@ -22,18 +22,23 @@ tensorflow/core/example/{example,feature}.proto and the protobuf encoding guide.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from struct import unpack
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from numbers import Integral, Real
+from struct import Struct, pack
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, Sample
+from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ReadWhole, Sample, SampleSlices, base_name
+from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, bytes_of_value, check_names, to_floats
 from asyncloader.formats.push_parser import Parser, PushReader
 
 Feature: TypeAlias = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
+_RECORD = Struct("<QI")
+_CRC = Struct("<I")
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 
 
@@ -158,14 +163,13 @@ def _varint(message: memoryview, pos: int) -> tuple[int, int]:
 
 
 class TFRecordReader(PushReader):
-    """Reads TFRecords. The key of a sample is the shard's name and the record's offset.
+    """Reads TFRecords. The one field of a sample is ``record``, the raw bytes, which `parse_example` may parse; its key
+    is the shard's name and the record's offset.
 
     The checksum of each length is always verified before the length is used. Records that `on_bad` can skip: a wrong
-    checksum of the data, or not a tf.train.Example.
+    checksum of the data.
 
     Args, besides those of `push_parser.Reader`:
-        example: parse each record as a tf.train.Example, whose features are the fields (`parse_example`). Otherwise the
-            one field is ``record``, the raw bytes.
         checksum: the CRC-32C function that verifies the data. ``"auto"``: google_crc32c's if it is installed; otherwise
             the data is **not verified**, because Python alone would take 100 times as long as the rest. None: not
             verified.
@@ -177,19 +181,12 @@ class TFRecordReader(PushReader):
         *,
         start: int = 0,
         stop: int | None = None,
-        example: bool = False,
         checksum: Callable[[bytes], int] | Literal["auto"] | None = "auto",
         max_sample_bytes: int = MAX_SAMPLE_BYTES,
         on_bad: OnBad | None = None,
     ) -> None:
         super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
-        self._example = example
         self._checksum = fast_crc32c() if checksum == "auto" else checksum
-
-    @property
-    def verifies_data(self) -> bool:
-        """Whether the checksums of the data are verified, not only those of the lengths."""
-        return self._checksum is not None
 
     def _parse(self) -> Parser:
         while self._left and (self._stop is None or self._at < self._stop):
@@ -198,7 +195,7 @@ class TFRecordReader(PushReader):
             self._may_end = True
             head = yield 12
             self._may_end = False
-            length, stated = unpack("<QI", head)
+            length, stated = _RECORD.unpack(head)
             # Verified before the length is used: a wrong length would be requested, or skipped, as bytes.
             if stated != mask_crc(crc32c(head[:8])):
                 self._fail("not a TFRecord: the checksum of its length is wrong", at)
@@ -208,18 +205,11 @@ class TFRecordReader(PushReader):
                 self._skip -= 1
                 continue
             data = yield length
-            (stated,) = unpack("<I", (yield 4))
+            (stated,) = _CRC.unpack((yield 4))
             if self._checksum is not None and stated != mask_crc(self._checksum(data)):
                 self._bad("a damaged TFRecord: the checksum of its data is wrong", at, self._at)
                 continue
-            fields: Sample = {"record": data}
-            if self._example:
-                try:
-                    fields = dict(parse_example(data))
-                except ValueError as error:
-                    self._bad(f"no tf.train.Example: {error}", at, self._at, error)
-                    continue
-            self._give(fields, at, self._at)
+            self._give({"record": data}, at, self._at)
 
 
 def _table() -> list[int]:
@@ -255,3 +245,134 @@ def fast_crc32c() -> Callable[[bytes], int] | None:
 def mask_crc(crc: int) -> int:
     """Return the form in which TFRecord stores `crc`: rotated right by 15 bits, plus a constant."""
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def tfrecords(url: str, checksum: Callable[[bytes], int] | None) -> ReadWhole:
+    """Return the function that reads samples like a `TFRecordReader`.
+
+    Args:
+        url: of the shard.
+        checksum: the CRC-32C function that verifies the data; None: not verified. That of the length always is.
+    """
+    name = base_name(url)
+    of_length = crc32c if checksum is None else checksum
+
+    def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
+        if end - at < 16:
+            return None
+        length, stated = _RECORD.unpack(source[at : at + _RECORD.size])
+        if length != end - at - 16 or stated != mask_crc(of_length(source[at : at + 8])):
+            return None
+        data = source[at + 12 : end - 4]
+        if checksum is not None and _CRC.unpack(source[end - 4 : end])[0] != mask_crc(checksum(data)):
+            return None
+        return {"record": data, "__key__": f"{name}:{start}", "__url__": url}
+
+    return read
+
+
+class TFRecordEncoder(RecordEncoder):
+    """Encodes each sample as a record. A sample whose one field is ``record`` is that record. Any other becomes a
+    tf.train.Example, its fields the features.
+
+    Features of an Example: bytes or text, one or a list of them; integers (64 bits) and booleans; floats, which become
+    32 bits wide: one, a list, or an array of one dimension.
+
+    Raises:
+        ImportError: google_crc32c, which computes the checksums, is not installed.
+    """
+
+    def __init__(self) -> None:
+        _ = self._crc32c
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    @cached_property
+    def _crc32c(self) -> Callable[[bytes], int]:
+        if (function := fast_crc32c()) is None:
+            raise ImportError("TFRecords are written with google-crc32c: pip install 'asyncloader[shards]'")
+        return function
+
+    def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
+        """Return a sample's record, like `RecordEncoder.encode_sample`."""
+        fields = {name: value for name, value in sample.items() if name not in RESERVED}
+        data = bytes_of_value("record", fields["record"]) if fields.keys() == {"record"} else encode_example(fields)
+        length = pack("<Q", len(data))
+        return [length, self._checksum(length), data, self._checksum(data)]
+
+    def _checksum(self, data: bytes) -> bytes:
+        return pack("<I", mask_crc(self._crc32c(data)))
+
+
+def encode_example(fields: Mapping[str, Any]) -> bytes:
+    """Return a tf.train.Example with these features, ordered by name.
+
+    Raises:
+        BadSample: a value is of no type that an Example has.
+    """
+    features: list[bytes] = []
+    check_names(fields)
+    for name in sorted(fields):
+        try:
+            encoded = name.encode()
+        except UnicodeEncodeError as error:
+            raise BadSample(f"the name of its field {name!r} cannot be UTF-8: {error}") from None
+        features.append(message(1, message(1, encoded) + message(2, encode_feature(name, fields[name]))))
+    return message(1, b"".join(features))
+
+
+def encode_feature(name: str, value: Any) -> bytes:
+    """Return a feature: a list of bytes (1), of 32-bit floats (2) or of 64-bit integers (3).
+
+    Raises:
+        BadSample: the value is of none of these types.
+    """
+    if isinstance(value, np.ndarray):
+        if value.ndim > 1:
+            raise BadSample(f"its field {name!r} has {value.ndim} dimensions; a feature has one: flatten it")
+        items: list[Any] = value.reshape(-1).tolist()
+        if not items and value.dtype.kind == "f":
+            return message(2, b"")
+    else:
+        some: Any = value if isinstance(value, list | tuple) else [value]
+        items = list(some)
+        if not items:
+            return message(1, b"")  # as an empty list of bytes is read
+    if items and all(isinstance(each, str | bytes | bytearray | memoryview) for each in items):
+        return message(1, b"".join(message(1, _bytes(name, each)) for each in items))
+    if all(isinstance(each, Integral | np.bool_) for each in items):
+        numbers = [int(each) for each in items]
+        if any(not -(1 << 63) <= each < 1 << 63 for each in numbers):
+            raise BadSample(f"its field {name!r} has an integer of more than 64 bits")
+        return message(3, message(1, b"".join(varint(each & (1 << 64) - 1) for each in numbers)) if numbers else b"")
+    if all(isinstance(each, Real) for each in items):
+        try:
+            return message(2, message(1, to_floats(items, "<f4").tobytes()))
+        except (ValueError, OverflowError) as error:
+            raise BadSample(f"its field {name!r} does not fit floats of 32 bits: {error}") from None
+    raise BadSample(f"its field {name!r} is a {type(value).__name__} that is neither bytes, text, integers nor floats")
+
+
+def _bytes(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        return bytes_of_value(name, value)
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise BadSample(f"its field {name!r} is a text that UTF-8 cannot hold: {error}") from None
+
+
+def message(number: int, data: bytes) -> bytes:
+    """Return field `number` of a message with a value of bytes."""
+    return bytes([number << 3 | 2]) + varint(len(data)) + data
+
+
+def varint(value: int) -> bytes:
+    """Encode a number that is not negative."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)

@@ -28,7 +28,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from asyncloader.errors import ShardWriteError
-from asyncloader.formats.compressing import compressor
+from asyncloader.formats.compressed import compressor
 from asyncloader.formats.encoder import EncodedSamples, RecordEncoder, ShardEncoder
 from asyncloader.formats.mds_writer import MdsEncoder, MdsFile, mds_index
 from asyncloader.remote.discovery import INDEX

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from asyncloader.formats import JsonlReader, MdsReader, MdsShard, Sample, ShardError, ShardReader, TarReader
+from asyncloader.formats import (
+    JsonlReader,
+    MdsReader,
+    MdsShard,
+    Sample,
+    ShardError,
+    ShardReader,
+    TarReader,
+    read_whole,
+)
+from asyncloader.formats.base import SampleSlices
 from asyncloader.formats.tar import END
 from asyncloader.formats.tfrecord import TFRecordReader
-from asyncloader.formats.whole_sample import SampleSlices, read_whole
 from asyncloader.remote.catalog import Shard
 
 

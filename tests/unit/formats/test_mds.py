@@ -6,6 +6,7 @@ import gzip
 import json
 import pickle
 import struct
+import tracemalloc
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
@@ -32,6 +33,7 @@ from tests.unit.formats.shard_readers import (
     read,
     samples_of,
 )
+from tests.unit.remote.shards import zstd_compress
 
 COLUMNS = {
     "image": "jpeg:90",
@@ -103,21 +105,6 @@ def test_any_shard_in_any_chunks(sizes: list[int], cuts: list[float]) -> None:
     assert error is None
     assert [s["label"] for s, _ in samples] == [-n for n in sizes]
     check_resume(lambda start: MdsReader(URL, shard, start=start), data)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 20])
-def test_parts_are_exact(parts: int) -> None:
-    """Parts cut by the table of offsets together are the shard; their sizes differ by at most one sample."""
-    offsets = SHARD.offsets(DATA[: SHARD.header_size])
-    found, counts = [], []
-    for start, stop, _ in SHARD.cut(offsets, parts):
-        samples, error = read(lambda at, stop=stop: MdsReader(URL, SHARD, start=at, stop=stop), DATA, start=start)  # type: ignore[misc]
-        assert error is None
-        found += samples
-        counts.append(len(samples))
-    assert found == read(make, DATA)[0]
-    assert max(counts) - min(counts) <= 1
-    assert len(counts) == min(parts, 7)
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -351,3 +338,33 @@ def test_an_index_of_many_shards() -> None:
     entries = [shard_entry(COLUMNS, n, 10_000, f"part-{n}/shard.mds") for n in range(5)]
     shards = parse_mds_index(json.dumps({"version": 2, "shards": entries}).encode())
     assert [(shard.path, shard.samples) for shard in shards] == [(f"part-{n}/shard.mds", n) for n in range(5)]
+
+
+@pytest.mark.parametrize("claim", [7, 100_000])
+@pytest.mark.parametrize("compression", ["zstd", "gz"])
+def test_a_bomb(claim: int, compression: str) -> None:
+    """64 MiB of zeros in some KiB are refused in bounded memory, whatever number of samples the index claims."""
+    index = json.loads(write_index(shard_entry(COLUMNS, 7, len(DATA))))
+    entry = index["shards"][0]
+    packed = {"basename": f"shard.00000.mds.{compression}", "bytes": 1 << 17, "hashes": {}}
+    entry |= {"compression": compression, "zip_data": packed, "samples": claim}
+    entry["raw_data"]["bytes"] = 64 << 20
+    bomb = struct.pack("<II", claim, 2**32 - 1) + bytes(64 << 20)
+    bomb = zstd_compress(bomb) if compression == "zstd" else gzip.compress(bomb)
+    (shard,) = parse_mds_index(json.dumps(index).encode(), url="index.json")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ShardError):
+            samples_of(open_reader("a.mds", shard=shard, max_sample_bytes=1 << 20), bomb)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_every_encoding_can_be_pickled() -> None:
+    """A dataset pickles its encodings when it is sent to its workers."""
+    names = ["int", "str_int", "str_float", "jpeg", "uint16", "ndarray:int8", *COLUMNS.values()]
+    for name in names:
+        encoding = mds_encoding(name)
+        assert pickle.loads(pickle.dumps(encoding)).size == encoding.size
+    assert pickle.loads(pickle.dumps(SHARD)) == SHARD

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import struct
+from contextlib import suppress
 from typing import Any, cast
 
 import numpy as np
@@ -51,10 +51,6 @@ def record(data: bytes) -> bytes:
 
 def make(start: int = 0) -> TFRecordReader:
     return TFRecordReader(URL, start=start, checksum=crc32c)
-
-
-def examples(start: int = 0) -> TFRecordReader:
-    return TFRecordReader(URL, start=start, example=True, checksum=None)
 
 
 SMALL = record(b"first") + record(b"") + record(b"third" * 50)
@@ -118,13 +114,6 @@ def test_damaged_data() -> None:
     assert len(samples_of(TFRecordReader(URL, checksum=crc32c, on_bad=told.append), data)) == 2
     assert [bad.offset for bad in told] == [0]
     assert len(samples_of(TFRecordReader(URL, checksum=None), data)) == 3
-
-
-def test_auto_says_what_it_verifies() -> None:
-    """`verifies_data` is True if google_crc32c is installed."""
-    assert TFRecordReader(URL).verifies_data == (importlib.util.find_spec("google_crc32c") is not None)
-    assert make().verifies_data
-    assert not TFRecordReader(URL, checksum=None).verifies_data
 
 
 @given(data=corrupted(SMALL), cuts=cut_points)
@@ -223,21 +212,18 @@ GOOD: dict[str, tuple[str, list[Any]]] = {
 }
 
 
-@given(data=st.data(), cuts=cut_points)
+@given(message=corrupted(serialized(GOOD)))
 @settings(deadline=None, max_examples=scaled(100))
-def test_damaged_examples(data: st.DataObject, cuts: list[float]) -> None:
-    """Samples, or an error at the record; where both protobuf and we read a damaged message, no feature is lost."""
-    message = data.draw(corrupted(serialized(GOOD)))
-    samples, error = check_survives(examples, record(message), cuts)
-    try:
-        theirs = as_ours(example_class().FromString(message))
-    except Exception:  # its DecodeError, which has another name in each backend
-        assert error is None or error[1] == 0
-        return
-    if error is None:
+def test_damaged_examples(message: bytes) -> None:
+    """Features, or a ValueError; where both protobuf and we read a damaged message, no feature is lost."""
+    with suppress(ValueError):
+        found = parse_example(message)
+        try:
+            theirs = as_ours(example_class().FromString(message))
+        except Exception:  # its DecodeError, which has another name in each backend
+            return
         # Google's C backend drops a map entry that has unknown fields beside name and feature; its guide skips them.
-        assert theirs.keys() <= parse_example(message).keys()
-    assert len(samples) + (error is not None) == 1
+        assert theirs.keys() <= found.keys()
 
 
 @pytest.mark.parametrize(
@@ -257,18 +243,14 @@ def test_damaged_examples(data: st.DataObject, cuts: list[float]) -> None:
     ],
 )
 def test_no_example(data: bytes) -> None:
-    """Each bound is checked: ValueError from the parser, an error with URL and offset from the reader."""
+    """Each bound is checked."""
     with pytest.raises(ValueError, match=r"."):
         parse_example(data)
-    text, offset = error_of(examples, record(b"") + record(data))
-    assert "no tf.train.Example" in text
-    assert offset == 16
-    assert len(samples_of(TFRecordReader(URL, example=True, on_bad=lambda _: None), record(data) + record(b""))) == 1
 
 
 def test_arrays_are_private_and_writable() -> None:
     """The arrays can become tensors without a warning or a copy."""
-    (sample,) = samples_of(examples(), record(serialized(GOOD)))
+    sample: Any = parse_example(serialized(GOOD))
     assert sample["box"].flags.writeable
     assert sample["n"].flags.writeable
     assert sample["img"] == [b"jpeg"]

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, MdsReader, ShardReader, TarReader, parse_mds_index
-from asyncloader.formats.tar import END
-from asyncloader.formats.tfrecord import TFRecordReader, crc32c
-from asyncloader.formats.whole_sample import ReadWhole, json_lines, mds_samples, tar_samples, tfrecords
+from asyncloader.formats.base import ReadWhole
+from asyncloader.formats.jsonl import json_lines
+from asyncloader.formats.mds import mds_samples
+from asyncloader.formats.tar import END, tar_samples
+from asyncloader.formats.tfrecord import TFRecordReader, crc32c, tfrecords
 from tests.drawn import scaled
 from tests.helpers.shards_of_formats import COLUMNS, of_every_column
 from tests.unit.formats.mds_writer import shard_entry, write_index

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader.formats.jsonl_writer import JsonlEncoder
-from asyncloader.formats.tfrecord_writer import TFRecordEncoder
+from asyncloader.formats.jsonl import JsonlEncoder
+from asyncloader.formats.tfrecord import TFRecordEncoder
 from asyncloader.remote.sample_source import Samples, SampleSource
 from asyncloader.remote.shard_cutting import ShardCutter
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.errors import ShardWriteError
-from asyncloader.formats.jsonl_writer import JsonlEncoder
-from asyncloader.formats.tar_writer import TarEncoder
+from asyncloader.formats.jsonl import JsonlEncoder
+from asyncloader.formats.tar import TarEncoder
 from asyncloader.remote.shard_cutting import CutShard, ShardCutter
 
 
