@@ -5,13 +5,12 @@ Data path: indexing, chunks -> [host_files: cache_store] -> kept_chunks, in ever
 With a `cache_dir` they lie in that cache, and count towards its limit (indexes, which are small, do not). Otherwise,
 and for objects without a version, in a folder of this dataset, which lives as long as the process that made it.
 
-A file is made under a lock, so that one process makes it and the others wait; they wait in a thread, because nothing
-else says when another process has ended. The kernel releases the lock when its process ends, however it ends. A file
-appears whole or not at all (`cache_store`).
+A file is made under a lock, so that one process makes it and the others wait. The kernel releases the lock when its
+process ends, however it ends. A file appears whole or not at all (`cache_store`).
 """
 
 # Names are strings, as in `cache_store`.
-# ruff: noqa: PTH103, PTH112, PTH118, PTH208
+# ruff: noqa: PTH103, PTH112, PTH118, PTH120, PTH208
 
 from __future__ import annotations
 
@@ -21,18 +20,17 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from asyncloader.bridge import in_thread
 from asyncloader.errors import warn_aside
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, storable_etag
 from asyncloader.transports.cache_store import CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
-from asyncloader.transports.file_lock import open_regular, same_file, try_lock, unlock, wait_for_lock
+from asyncloader.transports.file_lock import open_regular, same_file, try_lock, unlock
 
 _R = TypeVar("_R")
 
@@ -40,6 +38,8 @@ _LOCKS = 1 << 10  # files of locks: two files with the same lock are made one af
 
 _WAIT_S = 60.0
 """Longest wait for another process that makes a file. It may have been stopped: then the file is made here, too."""
+
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 
 _PREFIX = "asyncloader-samples-"
 
@@ -140,17 +140,14 @@ class HostFiles:
             return await pool.run(partial(use, _FreshContent(data)))
         # The slot first: a process that waits for a slot holds no lock that others wait for.
         async with slots:
-            lock = _Lock(os.path.join(store.directory, "asyncloader-locks"), f"{int(key[:8], 16) % _LOCKS:04}")
-            try:
-                await lock.wait()
+            path = os.path.join(store.directory, "asyncloader-locks", f"{int(key[:8], 16) % _LOCKS:04}")
+            async with _making(path, pool):
                 # Made by another process meanwhile?
                 found = await pool.run(partial(_use_entry, store, key, version, use))
                 if found is not None:
                     return found[0]
                 data = await make()
                 await pool.run(partial(self._put, store, key, version, data))
-            finally:
-                lock.release()
         return await pool.run(partial(use, _FreshContent(data)))
 
     def _use_kept(
@@ -260,51 +257,36 @@ _holders: dict[str, asyncio.AbstractEventLoop] = {}
 """The loops of this process that hold locks, by the locks' files."""
 
 
-class _Lock:
-    """The lock of a file that is being made, which one thread acquires and another releases, maybe before it is
-    acquired. In one loop.
+@asynccontextmanager
+async def _making(path: str, pool: BlockingPool) -> AsyncGenerator[None]:
+    """Hold the lock of a file that is being made; but do not wait for a lock that another process has for too long, or
+    a loop that was stopped: it may never run again, and its caller may wait for this file.
     """
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = await pool.acquire(partial(_open_lock, path), os.close)
+    except OSError:  # the folder cannot be written to, which `_put` reports
+        yield
+        return
+    locked, until, pause = False, loop.time() + _WAIT_S, _FIRST_POLL_S
+    try:
+        # Other processes send no event when they have made the file, or have ended: so it polls.
+        while not (locked := try_lock(descriptor)) and loop.time() < until:
+            holder = _holders.get(path)
+            if holder is not None and not holder.is_running():
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_POLL_S)
+        if locked:
+            _holders[path] = loop
+        yield
+    finally:
+        if locked:
+            _holders.pop(path, None)
+            unlock(descriptor)  # also for a child that was forked meanwhile, and has the descriptor
+        os.close(descriptor)
 
-    def __init__(self, folder: str, name: str) -> None:
-        self._folder = folder
-        self._path = os.path.join(folder, name)
-        self._loop = asyncio.get_running_loop()
-        self._guard = threading.Lock()
-        self._descriptor = -1
-        self._released = False
 
-    async def wait(self) -> None:
-        """Acquire it, but for a lock that another process has held for too long, or a loop that was stopped. `release`
-        must follow.
-        """
-        holder = _holders.get(self._path)
-        if holder is not None and not holder.is_running():
-            return  # it may never run again, and its caller may wait for this file
-        # In a thread of its own, which ends when it has the lock, also if no caller waits any more.
-        with suppress(TimeoutError, OSError):
-            async with asyncio.timeout(_WAIT_S):
-                await in_thread(self.acquire)
-
-    def acquire(self) -> None:
-        os.makedirs(self._folder, 0o700, exist_ok=True)
-        descriptor = open_regular(self._path, os.O_RDWR | os.O_CREAT)
-        try:
-            wait_for_lock(descriptor)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        with self._guard:
-            self._descriptor = descriptor
-            _holders[self._path] = self._loop
-        if self._released:  # set before `release` looks for the descriptor: one of the two sees the other
-            self.release()
-
-    def release(self) -> None:
-        self._released = True
-        with self._guard:
-            descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            del _holders[self._path]
-            # Also for a child that was forked meanwhile, and has the descriptor.
-            unlock(descriptor)
-            os.close(descriptor)
+def _open_lock(path: str) -> int:
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    return open_regular(path, os.O_RDWR | os.O_CREAT)

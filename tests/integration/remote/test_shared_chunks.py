@@ -20,6 +20,7 @@ from asyncloader import AsyncDataLoader, RemoteMapDataset
 from asyncloader.errors import ShardError
 from asyncloader.remote.random_access import chunks, host_files, row_reader
 from asyncloader.transports import ReadFailed
+from asyncloader.transports.file_lock import open_regular, try_lock
 from tests import script_server
 from tests.helpers.http_store import HttpStore
 from tests.helpers.http_store import serving as serving_http
@@ -170,9 +171,9 @@ def test_who_waits_for_too_long_decodes(tmp_path: Path, monkeypatch: pytest.Monk
 
     async def run() -> None:
         await dataset.prepare()
-        held = [host_files._Lock(str(locks), f"{number:04}") for number in range(1 << 10)]
-        for lock in held:
-            lock.acquire()
+        locks.mkdir(parents=True, exist_ok=True)
+        held = [open_regular(str(locks / f"{number:04}"), os.O_RDWR | os.O_CREAT) for number in range(1 << 10)]
+        assert all(map(try_lock, held))
         try:
             waiting = asyncio.ensure_future(dataset.__getitems__([3]))
             await asyncio.wait([waiting], timeout=0.2)
@@ -182,7 +183,7 @@ def test_who_waits_for_too_long_decodes(tmp_path: Path, monkeypatch: pytest.Monk
             assert (await dataset[40])["n"] == 40
         finally:
             for lock in held:
-                lock.release()
+                os.close(lock)
         monkeypatch.undo()
         assert (await dataset[3])["n"] == 3
 
