@@ -254,7 +254,7 @@ class Agreement:
         self._begun = True
         self._make_earlier_way()
         if self._lists:  # not yet, if this rank leaves before it has a plan: the others must not wait for it
-            self._share_list(b"", self._closed or "the epoch ended there before it began")
+            self._share_list(b"", self._closed or "it failed, or was interrupted, before")
         least, most = self._reduce(_UNKNOWN if self._count is None else self._count)
         if least < _UNKNOWN:
             self._over = True

@@ -98,7 +98,7 @@ async def test_a_rank_that_is_cancelled(two: RankGroup, hub: Hub, victim: int) -
         two, "listing_ends", f"{ROOT}/train/", victim, "cancelled", storage_options={"endpoint": hub.url}
     )
     assert found[victim][0] == "cancelled"
-    why = "rank 0 could not list the shards for all ranks: this iterator was closed" if victim == 0 else "another rank"
+    why = "rank 0 could not list the shards for all ranks: it failed, or was" if victim == 0 else "another rank"
     assert found[1 - victim][0].startswith(f"RanksDisagree: {why}"), found
     assert sorted(found[0][1] + found[1][1]) == [*range(36)]
 
