@@ -292,7 +292,7 @@ def hub_headers() -> Mapping[str, str]:
         TransportError: `huggingface_hub` is not installed.
     """
     try:
-        from huggingface_hub.utils import build_hf_headers
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # documented there
     except ImportError as error:
         raise TransportError(
             "hf:// needs huggingface_hub, which is not installed; install it by: pip install 'asyncloader[hf]'"

@@ -8,7 +8,6 @@ import pytest
 
 from asyncloader.transports.http import HttpTransport
 from asyncloader.transports.retry import RetryPolicy
-from asyncloader.transports.testing.subject import drain
 
 pytestmark = pytest.mark.network
 
@@ -121,16 +120,3 @@ async def test_a_header_that_would_end_its_line() -> None:
             await transport.read("a")
     assert not asked
     assert "secret" not in str(raised.value)
-
-
-async def test_answers_before_the_answer() -> None:
-    """Interim responses are read over."""
-
-    async def answer(number: int, lines: list[str], writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: </x>\r\n\r\n")
-        await writer.drain()
-        writer.write(ok(b"data"))
-
-    async with answering(answer) as url, HttpTransport(url, retry=SOON) as transport:
-        assert await transport.read("a") == b"data"
-        assert await drain(transport.stream("a")) == [b"data"]
