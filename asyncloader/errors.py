@@ -138,17 +138,6 @@ def text_of(error: BaseException) -> str:
     return text or type(error).__name__
 
 
-def error_line(error: BaseException) -> str:
-    """Return an error of user code in a line: its class, the last line of its text, and the line that raised it."""
-    name, text, where = type(error).__name__, text_of(error).splitlines()[-1], ""
-    trace = error.__traceback__
-    while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith("<"):
-            where = f" ({trace.tb_frame.f_code.co_filename}, line {trace.tb_lineno})"
-        trace = trace.tb_next
-    return f"{name if text == name else f'{name}: {text}'}{where}"
-
-
 class WorkerDied(LoaderError, RuntimeError):
     """A worker process ended unexpectedly, and was not, or could not be, replaced.
 

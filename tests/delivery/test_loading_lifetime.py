@@ -16,11 +16,10 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, LoaderClosed, PageLockError, Tuning
 from tests.delivery.fake import PATIENCE_S, FakeMachine, installed
 from tests.helpers.comparing import assert_same
-from tests.helpers.datasets import Images, Numbers
+from tests.helpers.datasets import Numbers
 from tests.helpers.faulty import Faults, Faulty
-from tests.helpers.running import BOTH, KINDS, collect, run_async
+from tests.helpers.running import BOTH, KINDS, run_async
 from tests.integration.reporting.test_statistics_and_names import LOADERS, exhaust
-from tests.unit.telemetry.figures import FIGURES
 
 SOME_KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -252,34 +251,6 @@ def test_closing_does_not_hold_up_the_loop(kind: str, persistent: bool, cancelle
 # -------------------------------------------------------------------------------------- several, and resumed
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_two_loaders_at_a_time(kind: str) -> None:
-    """Each has its own stream; the rings of both are locked."""
-    options: dict[str, Any] = {
-        "batch_size": 2,
-        "num_workers": 1,
-        "device": "cpu",
-        "device_options": DeviceOptions(device_prefetch=2),
-    }
-
-    async def both() -> list[Any]:
-        async with AsyncDataLoader[Any](Numbers(20), **options) as a, AsyncDataLoader[Any](Images(20), **options) as b:
-            first, second = aiter(a), aiter(b)
-            return [(await anext(first), await anext(second)) for _ in range(10)]
-
-    with installed() as machine:
-        if kind == "sync":
-            with DataLoader[Any](Numbers(20), **options) as a, DataLoader[Any](Images(20), **options) as b:
-                pairs = list(zip(a, b, strict=True))
-        else:
-            pairs = run_async(both())
-        assert len(machine.devices) == 2
-        assert len(machine.locks) == 2
-        assert unlocked(machine)
-    assert_same([pair[0] for pair in pairs], collect("sync", Numbers(20), batch_size=2))
-    assert_same([pair[1] for pair in pairs], collect("sync", Images(20), batch_size=2))
-
-
 @SOME_KIND
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [0, 1, 7, 19])
@@ -333,23 +304,6 @@ def test_a_worker_that_is_killed(kind: str, tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ statistics and explain
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_statistics(kind: str) -> None:
-    """The keys always exist; they are zero without a device."""
-    mine = {"device/page_locked_bytes", "device/page_lock_s", "device/staged_batches"}
-    assert mine <= FIGURES
-    plain = LOADERS[kind](Numbers(4), num_workers=1)
-    assert {plain.stats()[key] for key in mine} == {0.0}
-    with installed() as machine:
-        loader = LOADERS[kind](Numbers(4), num_workers=2, device="cpu")
-        assert {loader.stats()[key] for key in mine} == {0.0}
-        exhaust(loader)
-        stats = loader.stats()
-        assert stats["device/page_locked_bytes"] == sum(lock.nbytes for lock in machine.locks) > 0
-        assert stats["device/page_lock_s"] > 0
-        assert stats["device/staged_batches"] == 0
 
 
 def explained(loader: Any) -> str:

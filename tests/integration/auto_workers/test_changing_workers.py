@@ -8,9 +8,7 @@ import asyncio
 import gc
 import os
 import signal
-import time
 import weakref
-from multiprocessing import util
 from pathlib import Path
 from typing import Any, cast
 
@@ -296,38 +294,6 @@ def test_a_loader_that_is_dropped() -> None:
     del owner
     gc.collect()
     assert freed() is None
-
-
-def test_an_epoch_leaves_no_cycle() -> None:
-    """Its parts are freed at its end, before garbage is collected."""
-    with planned(DataLoader[Any](Rows(SAMPLES), num_workers="auto", **OPTIONS), 1, 3) as loader:
-        batches = iter(loader)
-        next(batches)
-        gc.collect()
-        gc.disable()
-        try:
-            freed = weakref.ref(batches._pipeline)
-            assert len(list(batches)) == SAMPLES // 4 - 1
-            del batches
-            assert freed() is None
-        finally:
-            gc.enable()
-
-
-def _slow_to_end(worker: int) -> None:
-    util.Finalize(None, time.sleep, args=(0.4 * bool(worker),), exitpriority=1)
-
-
-def test_a_loader_that_is_closed_while_workers_end() -> None:
-    """`close` returns when they have ended, too."""
-    loader = DataLoader[Any](AllDraws(10**6), num_workers="auto", worker_init_fn=_slow_to_end, **OPTIONS)
-    with planned(loader, 4, 4, 1):
-        batches: Any = iter(loader)
-        processes = list(batches._workers)
-        while len(batches._workers) > 1:
-            next(batches)
-    # Not `is_alive`, which would reap them.
-    assert [process._popen.returncode for process in processes] == [0] * 4
 
 
 def test_each_ring_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:

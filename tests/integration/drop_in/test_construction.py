@@ -393,16 +393,6 @@ def test_point_09_the_dict_may_be_copied(wrapper: Any, persistent: bool, used: b
     assert not multiprocessing.active_children()
 
 
-def test_point_09_the_loader_may_go_before_its_wrapper() -> None:
-    """After `close()`, no worker is left behind for a copied `__dict__` that still refers to it."""
-    loader = DataLoader[Any](Pids(8), num_workers=1, persistent_workers=True)
-    next(iter(loader))
-    wrapper = DictCopy(loader)
-    loader.close()
-    assert not multiprocessing.active_children()
-    del loader, wrapper
-
-
 @BOTH_CLASSES
 def test_point_09_an_async_dataset_pickles_with_its_loader(make: Any) -> None:
     """A pickled loader keeps our extensions: an async dataset and our options."""

@@ -17,7 +17,6 @@ from asyncloader.events import (
     Excused,
     Exhausted,
     Fail,
-    Finish,
     Joined,
     Late,
     Offered,
@@ -42,20 +41,6 @@ def started(workers: int = 2, credits: int = 2, offers: int = 0, **options: Any)
 def test_start_asks_for_all_credits() -> None:
     """At the start the sampler is asked for credits x workers indices, the number that torch draws."""
     assert Scheduler(workers=3, credits=2).handle(Started()) == [Pull(6)]
-
-
-def test_credit_returns_at_delivery_not_at_completion() -> None:
-    """Only a batch that the consumer took makes room for the next."""
-    s = started(workers=1, credits=1, offers=1)
-    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A")]
-    assert s.handle(Delivered(0)) == [Pull(1)]
-
-
-def test_least_loaded_prefers_the_worker_with_fewest_unanswered() -> None:
-    """Answered tasks do not count as load, whether delivered or not."""
-    s = started(offers=2, assignment="least_loaded")
-    s.handle(Completed(1, 1, "B"))
-    assert s.handle(Offered("c")) == [Assign(1, Task(0, 2, "c"))]
 
 
 def ahead(reorder_window: int, credits: int = 1) -> Scheduler:
@@ -91,15 +76,6 @@ def test_what_ran_ahead_is_made_up_for() -> None:
     assert s.handle(Completed(0, 4, "E")) == [Pull(1)]
 
 
-def test_what_was_asked_for_counts() -> None:
-    """Indices that were asked for, but not yet given by the sampler, are not asked for again."""
-    s = ahead(3)
-    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
-    s = ahead(3, credits=2)
-    assert s.handle(Completed(1, 1, "B")) == [Pull(1)]
-    assert s.handle(Completed(1, 3, "D")) == [Pull(1)]
-
-
 def test_run_ahead_may_be_lowered() -> None:
     """A smaller window, for less memory, means fewer tasks from then on; outstanding tasks stay."""
     s = ahead(2)
@@ -111,14 +87,6 @@ def test_run_ahead_may_be_lowered() -> None:
     assert s.handle(Completed(0, 0, "A"))[-1] == Deliver(2, 1, "C")
     assert s.handle(Delivered(0)) == []
     assert s.handle(Delivered(1)) == [Pull(1)]
-
-
-def test_nobody_runs_ahead_out_of_order_or_in_turn() -> None:
-    """With in_order=False no batch is held back; in torch's turns batches are bound to workers."""
-    s = started(workers=2, credits=1, offers=2, assignment="least_loaded", in_order=False, reorder_window=2)
-    assert s.handle(Completed(1, 1, "B")) == [Deliver(1, 1, "B")]
-    s = started(workers=2, credits=1, offers=2, reorder_window=2)
-    assert s.handle(Completed(1, 1, "B")) == []
 
 
 def test_one_worker_does_not_hold_everything() -> None:
@@ -153,13 +121,6 @@ def test_the_first_turn_may_be_anybodys() -> None:
     assert [s.handle(Offered(i))[0].worker for i in range(4)] == [1, 2, 0, 1]  # type: ignore[union-attr]
 
 
-def test_round_robin_goes_on_to_a_loaded_worker_in_order() -> None:
-    """In order, torch's turns are kept even if the worker in turn is behind."""
-    s = started(offers=2)
-    s.handle(Completed(1, 1, "B"))
-    assert s.handle(Offered("c")) == [Assign(0, Task(0, 2, "c"))]
-
-
 def test_round_robin_out_of_order_skips_a_worker_at_its_share() -> None:
     """With in_order=False a worker that has its share outstanding is passed over."""
     s = started(credits=1, offers=2, in_order=False)
@@ -169,16 +130,6 @@ def test_round_robin_out_of_order_skips_a_worker_at_its_share() -> None:
     s.handle(Completed(1, 2, "C"))
     s.handle(Delivered(2))
     assert s.handle(Offered("d")) == [Assign(1, Task(0, 3, "d"))]
-
-
-def test_finish_comes_after_the_last_delivery() -> None:
-    """The epoch ends when the sampler has ended and the consumer has taken every batch."""
-    s = started(offers=1)
-    assert s.handle(SamplerEnded()) == []
-    s.handle(Completed(0, 0, "A"))
-    assert not s.over
-    assert s.handle(Delivered(0)) == [Finish()]
-    assert s.over
 
 
 def test_exhausted_worker_gets_no_more_and_its_tasks_are_void() -> None:
@@ -236,14 +187,6 @@ def test_answer_that_nobody_waits_for_is_refused() -> None:
     s.handle(Completed(0, 0, "A"))
     with pytest.raises(ValueError, match="task 0 was answered but not outstanding"):
         s.handle(Completed(0, 0, "A"))
-
-
-def test_delivery_of_an_unanswered_task_is_refused() -> None:
-    """A batch that was not made yet cannot be delivered; its task stays outstanding."""
-    s = started(offers=1)
-    with pytest.raises(ValueError, match="task 0"):
-        s.handle(Delivered(0))
-    assert s.handle(Completed(0, 0, "A")) == [Deliver(0, 0, "A")]
 
 
 def test_a_late_task_goes_to_a_second_worker_and_its_first_answer_counts() -> None:

@@ -10,9 +10,7 @@ from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.events import (
     Action,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
     Died,
     Exhausted,
     Fail,
@@ -23,7 +21,6 @@ from asyncloader.events import (
     Pull,
     Replace,
     Replaced,
-    SamplerEnded,
     Started,
     Task,
 )
@@ -57,21 +54,6 @@ def failure(actions: list[Action]) -> BaseException:
     (fail,) = actions
     assert isinstance(fail, Fail)
     return fail.error
-
-
-def test_a_bound_workers_tasks_wait_for_its_replacement() -> None:
-    """Round robin: the replacement gets the same tasks under the same numbers, the first as a suspect."""
-    s = started(offers=4)
-    assert s.handle(death(0)) == [Replace(0)]
-    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
-
-
-def test_a_free_workers_tasks_go_to_the_living() -> None:
-    """Least loaded: living workers get the tasks at once, but for the suspect, which waits."""
-    s = started(workers=3, offers=6, assignment="least_loaded")
-    s.handle(Completed(1, 1, "B"))
-    assert s.handle(death(0)) == [Replace(0), Assign(1, task(3))]
-    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True)]
 
 
 def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
@@ -113,28 +95,6 @@ def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None
     assert isinstance(last, Pull)
 
 
-def test_nothing_is_replaced_that_has_nothing_to_do() -> None:
-    """At the epoch's end a dead worker is not replaced if it had no task."""
-    s = started(offers=2)
-    s.handle(SamplerEnded())
-    s.handle(Completed(1, 1, "B"))
-    assert s.handle(death(1)) == []
-    s.handle(Completed(0, 0, "A"))
-    s.handle(Delivered(0))
-    assert s.handle(Delivered(1)) == [Finish()]
-
-
-def test_a_worker_that_died_in_peace_gets_nothing() -> None:
-    """That worker has exited and is not replaced: the other worker's tasks wait for that worker's own replacement."""
-    s = started(offers=4, assignment="least_loaded")
-    s.handle(SamplerEnded())
-    for seq in (1, 3):
-        s.handle(Completed(1, seq, "B"))
-    assert s.handle(death(1)) == []
-    assert s.handle(death(0)) == [Replace(0)]
-    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
-
-
 def test_an_obstacle_ends_the_epoch() -> None:
     """If the stream cannot be read on, the worker is not replaced: the death is raised with the reason."""
     s = started(iterable=True)
@@ -152,13 +112,6 @@ def test_without_restarts_the_advice_names_the_option() -> None:
     s.handle(death(0, at_work=False))
     s.handle(Replaced(0))
     assert "replaced 1 times" in str(failure(s.handle(death(0, at_work=False))))
-
-
-def test_retirement_needs_no_restarts() -> None:
-    """A worker that leaves by itself is replaced even if no restarts are allowed, and its tasks are no suspects."""
-    s = started(offers=4, max_restarts=0)
-    assert s.handle(death(0, left=True)) == [Replace(0)]
-    assert s.handle(Replaced(0)) == [Assign(0, task(0)), Assign(0, task(2))]
 
 
 def test_a_quarantine_says_why_we_killed_its_workers() -> None:
@@ -221,11 +174,3 @@ def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
     assert s.handle(Replaced(0)) == [Assign(0, Task(0, 0, None), suspect=True)]
     assert s.handle(Exhausted(0, 0)) == [Finish()]
     assert not s._recovery._deaths
-
-
-def test_run_ahead_goes_on_beside_a_trial() -> None:
-    """An answer that is held back lets a worker run ahead, also if it lets the next suspect be sent."""
-    s = started(workers=2, credits=2, offers=4, assignment="least_loaded", reorder_window=2, concurrent=True)
-    s.handle(death(1, 17))  # over tasks 1 and 3
-    assert s.handle(Replaced(1)) == [Assign(1, task(1), suspect=True)]
-    assert s.handle(Completed(1, 1, "B")) == [Assign(1, task(3), suspect=True), Pull(1)]

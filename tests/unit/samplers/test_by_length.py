@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -74,19 +73,6 @@ def test_batches_are_a_function_of_seed_and_epoch(make: Callable[..., AnySampler
 
 
 @BOTH
-def test_unshuffled(make: Callable[..., AnySampler]) -> None:
-    """Without a shuffle, every epoch takes the windows in the dataset's order."""
-    sampler = make(some_lengths(1000), shuffle=False, window=200)
-    batches = list(sampler)
-    sampler.set_epoch(1)
-    assert list(sampler) == batches
-    order = joined(batches)
-    assert [sorted(order[first : first + 200]) for first in range(0, 1000, 200)] == [
-        list(range(first, first + 200)) for first in range(0, 1000, 200)
-    ]
-
-
-@BOTH
 def test_samples_of_a_batch_are_alike_and_batches_are_not(make: Callable[..., AnySampler]) -> None:
     """A batch has similar lengths, the longest first; batches have different lengths. Unpadded, none is sorted."""
     lengths = some_lengths(5000)
@@ -117,20 +103,6 @@ def test_they_are_samplers_of_torch(make: Callable[..., AnySampler]) -> None:
     with DataLoader[Any](data, batch_sampler=sampler, num_workers=2) as loader:
         assert len(loader) == len(expected)
         assert [batch.tolist() for batch in loader] == expected
-
-
-@BOTH
-def test_memory_is_that_of_a_window(make: Callable[..., AnySampler]) -> None:
-    """For a million samples, an epoch's first batch takes less than 1 MB beside two bytes per length."""
-    lengths = some_lengths(1_000_000)
-    sampler = make(lengths, window=4000)
-    tracemalloc.start()
-    try:
-        next(iter(sampler))
-        assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    finally:
-        tracemalloc.stop()
-    assert sampler._lengths.nbytes == 2_000_000
 
 
 @BOTH

@@ -90,14 +90,6 @@ class TestRandom:
         list(iterator)
         assert torch.equal(torch.get_rng_state(), here)
 
-    def test_order_of_torch(self) -> None:
-        """The first epoch is that of torch's own sampler with an equal generator."""
-        generator = torch.Generator().manual_seed(8)
-        expected = list(RandomSampler(range(20), generator=torch.Generator().manual_seed(8)))
-        sampler = StatefulRandomSampler(range(20), generator=generator)
-        assert list(sampler) == expected
-        assert sampler.generator is generator
-
     def test_state_is_plain_small_and_detached(self) -> None:
         """The state survives JSON and weights-only pickles, does not change in later steps, and has a constant size."""
         iterator = iter(make(100_000))
@@ -114,22 +106,6 @@ class TestRandom:
         resumed = iter(make(100_000, seed=6))
         resumed.load_state_dict(json.loads(text))
         assert read(resumed, 5) == following
-
-    def test_state_of_the_beginning_and_the_end(self) -> None:
-        """The state before the first index gives the whole epoch; that after the last nothing, then the next epoch."""
-        sampler = make()
-        iterator = iter(sampler)
-        beginning = iterator.state_dict()
-        first = list(iterator)
-        end = iterator.state_dict()
-        second = list(sampler)
-        for state, rest in ((beginning, first), (end, [])):
-            resumed = make(seed=6)
-            iterator = iter(resumed)
-            iterator.load_state_dict(state)
-            assert list(iterator) == rest
-            assert next(iterator, None) is None
-            assert list(resumed) == second
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -183,19 +159,6 @@ class TestRandom:
             StatefulRandomSampler(range(3), replacement=junk)
         with pytest.raises(ValueError, match="num_samples should be a positive integer value, but got num_samples=0"):
             StatefulRandomSampler([])
-
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_in_the_loader(self, num_workers: int) -> None:
-        """Our loader reads it as torch's does: equal batches in two epochs."""
-        data: Any = list(range(20))
-        expected = [[batch.tolist() for batch in epoch] for epoch in _epochs(data, torch.utils.data.DataLoader, 0)]
-        assert sorted(index for batch in expected[0] for index in batch) == data
-        assert [[batch.tolist() for batch in epoch] for epoch in _epochs(data, DataLoader, num_workers)] == expected
-
-
-def _epochs(data: Any, loader: Any, num_workers: int) -> list[list[torch.Tensor]]:
-    made = loader(data, 3, sampler=make(len(data)), num_workers=num_workers)
-    return [list(made) for _ in range(2)]
 
 
 class TestDistributed:
