@@ -10,7 +10,7 @@ import os
 import signal
 import weakref
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -134,7 +134,8 @@ def test_workers_that_an_earlier_epoch_had_no_time_to_start() -> None:
     with planned(
         DataLoader[Any](Rows(SAMPLES), num_workers="auto", persistent_workers=True, **OPTIONS), 1, 4
     ) as loader:
-        tuner = cast("Any", loader.num_workers).tuner
+        number: Any = loader.num_workers
+        tuner = number.tuner
         for _ in loader:
             if not tuner.numbers:
                 break
