@@ -49,8 +49,8 @@ from asyncloader.state.single_steps import (
 )
 from asyncloader.telemetry.counters import recording
 from asyncloader.workers.fetch.context import wait_until_left
-from asyncloader.workers.memory.kept_rings import KeptRings
 from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

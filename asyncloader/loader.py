@@ -45,8 +45,8 @@ from asyncloader.state.single_steps import (
 )
 from asyncloader.telemetry.counters import recording
 from asyncloader.worker_trial import choose_workers
+from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
 

@@ -9,6 +9,7 @@ until that has settled. It draws from no generator of this process, and reads ne
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 from collections.abc import Generator
@@ -23,7 +24,6 @@ from asyncloader.options.auto import AutoValue
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
-from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.tuner import WorkerTuner
 
 _log = logging.getLogger("asyncloader")
@@ -115,7 +115,7 @@ class _Endless(RandomSampler):
         super().__init__(dataset, replacement=True, num_samples=1 << 40, generator=generator)
 
 
-@plain_context
+@contextlib.contextmanager
 def _generators_kept() -> Generator[None]:
     """Set this process's global generators back afterwards: code of the user's that runs here may draw from them."""
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()

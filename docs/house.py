@@ -23,7 +23,7 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # Who may import whom: a room imports from its own line and from those above it. What a function imports late, when it
 # runs, is not counted.
 FLOORS = [
-    "errors cpus plain_context process_hooks shielding sizes socket_folder version workers.ipc",
+    "errors cpus process_hooks shielding sizes socket_folder version workers.ipc",
     "telemetry tracing events bridge formats transports workers.memory never_iterated",
     "workers.fetch ranks transports.testing",
     "samplers shared sources workers",

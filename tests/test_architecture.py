@@ -125,18 +125,6 @@ def test_nothing_is_shielded_by_asyncio() -> None:
     assert not uses
 
 
-def test_contexts_leave_exceptions_alone() -> None:
-    """contextlib assigns to an exception that passes, which the user's may refuse; see `plain_context.py`."""
-    uses = {
-        module
-        for module, path in MODULES.items()
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef)
-        and {ast.unparse(each).rpartition(".")[2] for each in node.decorator_list} & {"contextmanager"}
-    }
-    assert not uses
-
-
 def test_hooks_of_the_process_are_registered_in_one_place() -> None:
     """Each is registered once there, and `tests/test_finalizers.py` finds all of them."""
     uses = {

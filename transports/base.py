@@ -38,13 +38,12 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from typing_extensions import Buffer
 
-from asyncloader.plain_context import plain_context
 from asyncloader.transports.errors import (
     ObjectNotFound,
     RangeOutOfBounds,
@@ -384,7 +383,7 @@ class PinnedReader:
             return False
         return info.etag is not None and info.etag == self.etag
 
-    @plain_context
+    @contextmanager
     def _reading(self, ranges: Sequence[tuple[int, int]]) -> Generator[None, None, None]:
         with self._errors():
             try:
@@ -396,7 +395,7 @@ class PinnedReader:
                     raise
                 raise changed_error(self.path) from error
 
-    @plain_context
+    @contextmanager
     def _errors(self) -> Generator[None, None, None]:
         """Turn every error of the transport into a TransportError: it must never look like a bad sample."""
         try:

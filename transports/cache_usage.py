@@ -24,10 +24,9 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Generator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.counters import count
 from asyncloader.transports.cache_layout import (
     Stored,
@@ -145,7 +144,7 @@ class CacheUsage:
                 os.pwrite(descriptor, _NUMBERS.pack(added, removed), 0)
             return added - removed
 
-    @plain_context
+    @contextmanager
     def _numbers(self, flags: int) -> Generator[tuple[int, tuple[int, int] | None]]:
         """Lock the file of the numbers; None: they are missing or damaged."""
         try:
@@ -187,7 +186,7 @@ class CacheUsage:
                 os.ftruncate(descriptor, _NUMBERS.size)
             return True
 
-    @plain_context
+    @contextmanager
     def _lock(self, *, wait: bool = False) -> Generator[bool]:
         descriptor = open_regular(os.path.join(self._root, "lock"), os.O_RDWR | os.O_CREAT)
         try:
@@ -216,7 +215,7 @@ class CacheUsage:
             if charged is not None and file.is_file(follow_symlinks=False):
                 yield charged, file.path
 
-    @plain_context
+    @contextmanager
     def cleaning(self) -> Generator[None]:
         """Hold while the files in ``fills`` are cleaned up, or must not be: that locks each of them for a moment."""
         descriptor = os.open(os.path.join(self._root, "fills"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

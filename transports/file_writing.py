@@ -15,12 +15,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Generator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from threading import Event
 
 from typing_extensions import Buffer
 
-from asyncloader.plain_context import plain_context
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, TransportError, WriteFailed
@@ -120,7 +119,7 @@ def _sync_folder(folder: str) -> None:
         os.close(descriptor)
 
 
-@plain_context
+@contextmanager
 def write_errors(path: str, name: str) -> Generator[None, None, None]:
     """Translate the system's errors about writing `path`, the file `name`, into `TransportError`s."""
     try:

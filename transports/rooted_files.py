@@ -15,10 +15,9 @@ import errno
 import os
 import stat
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from asyncloader.plain_context import plain_context
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 
@@ -169,7 +168,7 @@ def _below(true: str, root: str) -> bool:
     return true == root or true.startswith(root.rstrip("/") + "/")
 
 
-@plain_context
+@contextmanager
 def os_errors(path: str, root: str) -> Generator[None, None, None]:
     """Translate the system's errors about `path` below `root` into `TransportError`s."""
     where = repr(os.path.join(root, path))

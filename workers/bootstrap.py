@@ -9,6 +9,7 @@ This module imports nothing heavy: it is unpickled, and pauses the collector, be
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -17,7 +18,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from asyncloader.plain_context import plain_context
 from asyncloader.process_hooks import in_forked_child
 
 
@@ -74,7 +74,7 @@ def _age() -> float:
         return 0.0
 
 
-@plain_context
+@contextlib.contextmanager
 def gc_paused() -> Generator[None]:
     """Context around the fork of a worker: garbage that exists at the fork is never collected in the child."""
     in_forked_child(_pause.end_in_child)

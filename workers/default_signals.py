@@ -15,13 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import re
 import signal
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import nullcontext
 from pathlib import Path
-
-from asyncloader.plain_context import plain_context
+from time import monotonic
+from types import FrameType
+from typing import Any, TypeVar
 
 _SYNCHRONOUS = {
     getattr(signal, name)
@@ -41,7 +44,7 @@ class _Fork(threading.local):
 _fork = _Fork()
 
 
-@plain_context
+@contextlib.contextmanager
 def signals_blocked() -> Generator[None]:
     """Context around the fork of a worker: this thread gets no signals, and the child none until it calls
     `set_worker_signals`.
@@ -102,3 +105,88 @@ def _handled() -> set[int]:
         for number in changeable
         if caught >> (number - 1) & 1 or signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN)
     }
+
+
+T = TypeVar("T")
+
+_Handler = Callable[[int, FrameType | None], Any]
+
+_PATIENCE_S = 1.0
+"""A signal that comes again after this time is handled at once: what is being made may hang."""
+
+
+def each_deferred(made: Generator[T], add: Callable[[T], object], local: bool) -> None:
+    """Call `add` with each object that is made; Ctrl-C comes in between, when the object is known. `local`: else at any
+    time.
+    """
+    over = False
+    try:
+        while not over:
+            with handlers_deferred() if local else nullcontext():
+                for each in made:
+                    add(each)
+                    break
+                else:
+                    over = True
+    finally:
+        if not over:
+            with handlers_deferred() if local else nullcontext():
+                made.close()
+
+
+# ------------------------------------------------------------------------- handlers of the main process that wait
+
+# A handler that raises, Ctrl-C's above all, may strike between any two instructions, also between `os.fork` and the
+# line that keeps the child's number, or between `os.pipe` and the line that keeps the descriptors. To block signals
+# does not prevent that: the system gives a signal to any thread that has not blocked it, and Python runs the handler in
+# the main thread. So the program's handlers wait while something is made that must be known to be ended.
+
+
+class handlers_deferred:  # noqa: N801 - used as a function; a generator would take more calls
+    """Context in which Python's signal handlers do not run. They run at its end, and may raise there."""
+
+    def __init__(self) -> None:
+        self._owner = os.getpid()
+        self._over = False
+        self._handlers: dict[int, _Handler] = {}
+        self._noted: dict[int, tuple[float, FrameType | None]] = {}
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():  # Python runs handlers in the main thread only
+            return
+        try:
+            for number in signal.valid_signals():
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._note)
+        except BaseException:  # Ctrl-C, before its handler was exchanged
+            self.__exit__()
+            raise
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # In a child that another thread has forked meanwhile nobody ends this.
+        if self._over or os.getpid() != self._owner:
+            self._handlers[number](number, frame)
+            return
+        now = monotonic()
+        if now - self._noted.setdefault(number, (now, frame))[0] > _PATIENCE_S:
+            self._handlers[number](number, frame)
+
+    def __exit__(self, *_: object) -> None:
+        """Restore the handlers, and call those whose signals came. Raises what they raise, once all were restored."""
+        self._over = True  # first: if Ctrl-C strikes below, the handlers that are not restored yet pass signals on
+        try:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+        finally:
+            if self._noted:
+                self._call()
+
+    def _call(self) -> None:
+        number, (_, frame) = self._noted.popitem()
+        try:
+            self._handlers[number](number, frame)
+        finally:
+            if self._noted:
+                self._call()

@@ -126,8 +126,6 @@ class Inbox:
             if fd is not None:
                 os.close(fd)
             raise
-        if self._rings.large:
-            self._rings.cost.made(result.busy)
         records = self._answered(result.epoch == epoch, result.seq, watchdog)
         answer = Answer(result, template, ring, fd, cursor, records, perf_counter(), self._spans)
         self._process.answers += 1

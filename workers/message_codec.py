@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from asyncloader.workers.error_pickle import pickle_error
-from asyncloader.workers.fetch.dataset_state import CursorPacker, CursorPickler, PackedCursor
+from asyncloader.workers.fetch.dataset_state import CursorPacker, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.codec import Encoder, Template
@@ -102,8 +102,8 @@ class PickleCodec:
         return Encoder()
 
     def cursor_packer(self) -> CursorPacker:
-        """Return a `CursorPickler`."""
-        return CursorPickler()
+        """Return `pickle_cursor`."""
+        return pickle_cursor
 
     def load_cursor(self, data: bytes) -> PackedCursor:
         """Return the cursor, unchecked: a worker of ours is trusted."""

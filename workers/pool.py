@@ -20,20 +20,18 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from math import inf
 from time import perf_counter
 from typing import Any
 
 from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.deferred_signals import each_deferred
+from asyncloader.workers.default_signals import each_deferred
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.inbox import Inbox
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Listener
-from asyncloader.workers.memory.kept_rings import KeptRings, RingOptions
 from asyncloader.workers.memory.ring import install_fork_hook
+from asyncloader.workers.memory.ring_manager import KeptRings, RingOptions
 from asyncloader.workers.source import WorkerHandle, WorkerSource, shortage_of
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.stopping import stop_at_exit
@@ -106,8 +104,6 @@ class WorkerPool:
         )
         inherited = None if kept is None else kept.take(ring_options)
         self.rings = inherited or [source.ring_manager(*ring_options) for _ in setup.starts]
-        # Several samples in flight are several tasks at work, so none waits for another. And a node is far away.
-        self.held = HeldTasks(self.rings, possible=not concurrent and source.start_method != "service")
         self._inboxes: list[Inbox] = []
         self._streams = bool(setup.starts[0].streams)  # whether each worker serves streams of the dataset
         self._listener: Listener | None = None
@@ -279,9 +275,6 @@ class WorkerPool:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
-        if self.held.holding:
-            self.held.clear()
-        timer, self.held.timer = self.held.timer, None  # forgotten where its loop must not be touched, see below
         unwatch, self._unwatch = self._unwatch, None
         if unwatch is not None:
             unwatch()
@@ -291,8 +284,6 @@ class WorkerPool:
             return
         if watchdog is not None:
             watchdog.close()
-        if timer is not None:
-            timer.cancel()
         for process in self.processes:
             process.unlisten(loop)
 
@@ -316,31 +307,9 @@ class WorkerPool:
     def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
         """Send a task, with a slot if any slot is free. `suspect`: capture the task's standard error."""
         process, manager = self.processes[worker], self.rings[worker]
-        # Now: the sampler may change it before a task that is held back is sent.
-        packed = process.dumps(index)
         # The worker reads its frames in order: the capture and a larger ring go before the task that uses them.
         if suspect and (stderr := process.suspected()) is not None:
             self._send(process, wire.pack(wire.SUSPECT), [stderr])
-        elif manager.large and self.held.hold(worker, epoch, seq, packed):
-            self.send_held()
-            return
-        self._send_task(worker, epoch, seq, packed)
-
-    def send_held(self) -> None:
-        """Send the tasks that were held back and need not wait any more."""
-        self.held.cancel_timer()
-        wait = self.held.send(self._send_task)
-        if wait < inf and self._loop is not None:
-            self.held.timer = self._loop.call_later(wait, self._on_held_timer)
-
-    def _on_held_timer(self) -> None:
-        try:
-            self.send_held()
-        except Exception as error:  # as no memory for a larger ring
-            self._fail(error)
-
-    def _send_task(self, worker: int, epoch: int, seq: int, packed: bytes) -> None:
-        process, manager = self.processes[worker], self.rings[worker]
         grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
@@ -353,13 +322,10 @@ class WorkerPool:
         process.outstanding = len(manager.tasks)
         if self._watchdog is not None:
             self._watchdog.assigned(worker, seq)
-        if manager.unneeded is not None:
-            self._send(process, wire.pack_trim(number, manager.unneeded))
-            manager.unneeded = None
         sent = perf_counter()
         if self._statistics is not None and self._statistics.trace is not None:
             sent = -sent  # asks for the task's spans
-        self._send(process, wire.pack_task(epoch, seq, slot, number, sent, packed))
+        self._send(process, wire.pack_task(epoch, seq, slot, number, sent, process.dumps(index)))
 
     def limit(self, samples: int) -> None:
         """Have each worker await this many samples at a time from now on, those that will be made included. In the
@@ -403,8 +369,6 @@ class WorkerPool:
                 if kind == wire.LEAVING and self._loop is not None:
                     # Its tasks are assigned again when it has ended, and threads of the user's may keep it from ending.
                     self._loop.call_later(_LEAVE_SECONDS, self._on_exit_overdue, process)
-            if self.held.holding:
-                self.send_held()  # the worker may have no task left
         except Exception as error:  # the loop would only log it, and the consumer would wait forever
             # Another error, such as that of a descriptor that did not arrive, is no fault of the worker.
             if not isinstance(error, ValueError) or not process.distrust(error):

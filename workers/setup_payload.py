@@ -26,9 +26,8 @@ from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.main_guard import FORK, found_in_main
 from asyncloader.workers.memory import segment
-from asyncloader.workers.notebook_pickling import SessionPickler, in_session
+from asyncloader.workers.notebook_pickling import FORK, SessionPickler, found_in_main, in_session
 
 _receiving = threading.local()
 

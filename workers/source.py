@@ -21,8 +21,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe
 from asyncloader.errors import WorkerDied
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers import shutdown
-from asyncloader.workers.fetch.assignment_client import is_planned
-from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_planned
 from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline

@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Generator
 
-from asyncloader.plain_context import plain_context
 from asyncloader.workers.memory import segment
 
 _TAIL = 16 << 10
@@ -26,7 +25,7 @@ def make_capture_file() -> int:
     return segment.create(0)
 
 
-@plain_context
+@contextlib.contextmanager
 def captured_stderr(fd: int) -> Generator[None]:
     """Context in which descriptor 2 is the file `fd`. Takes ownership of the descriptor."""
     # Text from before the task goes where it was meant to go.

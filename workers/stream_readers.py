@@ -23,20 +23,109 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
-from asyncloader.workers.fetch.context import DatasetContext
+from asyncloader.workers.fetch.context import EXIT_SECONDS, DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.resource_scope import ResourceScope
 from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.fetch.seeding import GlobalDrawCheck
-from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, make_worker_info, seed_worker, set_worker_info
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck, RngState, rng_state, set_rng_state
+from asyncloader.workers.fetch.setup import (
+    EpochStart,
+    WorkerSetup,
+    drop_awaitable,
+    make_worker_info,
+    seed_worker,
+    set_worker_info,
+)
 from asyncloader.workers.fetch.worker_info import ContextInfo, answer_by_context, answering_with
-from asyncloader.workers.fetch.worker_init import drop_awaitable
-from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
-from asyncloader.workers.stream_contexts import StreamContexts
+from asyncloader.workers.fetch.worker_resource import ResourceScope
+
+
+class StreamContexts(DatasetContext):
+    """The contexts of several streams, which are entered and exited together: connecting takes as long as for one.
+
+    Each stream has a copy of the dataset, whose `__aenter__` runs as the stream's code, as in a worker that has it
+    alone.
+
+    Args:
+        contexts: that of each stream, by the stream's number.
+        identify: makes the process's code that of a stream.
+    """
+
+    def __init__(
+        self, contexts: Mapping[int, DatasetContext], identify: Callable[[int], AbstractContextManager[Any]]
+    ) -> None:
+        super().__init__(None)
+        self._contexts = {stream: context for stream, context in contexts.items() if context.needed}
+        self._identify = identify
+        self._entered = False
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to await."""
+        return bool(self._contexts)
+
+    @property
+    def uninitialized(self) -> bool:
+        """Whether `worker_init_fn` failed in one of the streams. Entering raises the same again."""
+        return any(context.uninitialized for context in self._contexts.values())
+
+    async def open(self) -> None:
+        """Enter the contexts, once. If one fails, all are exited, and the next call tries again. Several tasks may wait
+        here, and go on in the order in which they came.
+
+        Raises:
+            Exception: what entering the first of those that failed raised.
+        """
+        if not self._contexts:
+            return
+        # Also once they are entered: a task that comes now must not overtake those that waited.
+        async with self._order:
+            if self._entered:
+                return
+            errors = await self._each(self._open_one)
+            if errors:
+                await self._close_all(EXIT_SECONDS)
+                try:
+                    raise errors[0]
+                finally:
+                    errors.clear()  # they refer to this frame
+            self._entered = True
+
+    async def close(self, seconds: float = EXIT_SECONDS) -> BaseException | None:
+        """Exit the contexts, at the same time. See `DatasetContext.close`."""
+        self._entered = False
+        return await self._close_all(seconds)
+
+    async def _close_all(self, seconds: float) -> BaseException | None:
+        found: list[BaseException | None] = []
+
+        async def close_one(stream: int) -> None:
+            found.append(await self._contexts[stream].close(seconds))
+
+        await self._each(close_one)
+        return next(filter(None, found), None)
+
+    def close_soon(self) -> None:
+        """Have the loop exit the contexts. See `DatasetContext.close_soon`."""
+        for context in self._contexts.values():
+            context.close_soon()
+
+    async def _open_one(self, stream: int) -> None:
+        await self._contexts[stream].open()
+
+    async def _each(self, call: Callable[[int], Any]) -> list[BaseException]:
+        """Await this for each stream, as its code, at the same time. Returns the errors."""
+
+        async def one(stream: int) -> None:
+            with self._identify(stream):
+                await call(stream)
+
+        results = await asyncio.gather(*map(one, self._contexts), return_exceptions=True)
+        return [result for result in results if result is not None]
+
 
 Identify: TypeAlias = Callable[[int], AbstractContextManager[Any]]
 """Returns a context in which the process's code is that of a stream: `get_worker_info` and the generators."""

@@ -33,9 +33,15 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor, bytes_of, is_s
 from asyncloader.workers.fetch.error_notes import note_collation
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.fetch.seeding import GlobalDrawCheck
-from asyncloader.workers.fetch.setup import LateSetup, WorkerSetup, install_worker_info, reseeded_datapipe, seed_worker
-from asyncloader.workers.fetch.worker_init import call_worker_init
+from asyncloader.workers.fetch.seeding import GlobalDrawCheck, restore_rng_state, save_rng_state
+from asyncloader.workers.fetch.setup import (
+    LateSetup,
+    WorkerSetup,
+    call_worker_init,
+    install_worker_info,
+    reseeded_datapipe,
+    seed_worker,
+)
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
@@ -45,7 +51,6 @@ from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_limit import PrivateMemory
 from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
-from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 from asyncloader.workers.stderr_capture import captured_stderr
 from asyncloader.workers.stream_readers import Identities, StreamReaders, process_identities, read_copies, shared_parts
 from asyncloader.workers.task_spans import TracedTasks
@@ -296,8 +301,6 @@ class TaskRunner(ErrorAnswers):
             except RingMemoryError as error:
                 # The worker goes on: each batch gets a segment of its own, or this error if even that is too large.
                 _log.warning("worker %d cannot use its ring, and is slower without it: %s", self.worker_id, error)
-        elif kind == wire.TRIM and self._ring is not None and wire.unpack_trim(body)[0] == self._ring_number:
-            self._ring.trim(wire.unpack_trim(body)[1])
         elif kind == wire.LIMIT and self._reader is not None:  # else tasks are answered with the start's error
             self._reader.limit(wire.unpack_limit(body))
         elif kind == wire.RESET:

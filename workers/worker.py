@@ -19,7 +19,9 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import os
+import pickle
 import select
 import socket
 import sys
@@ -36,7 +38,6 @@ from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
 from asyncloader.workers.ipc import lifeline, wire
 from asyncloader.workers.ipc.channel import Channel
-from asyncloader.workers.log_relay import relay_log
 from asyncloader.workers.memory import segment
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
@@ -318,3 +319,24 @@ def tune(*, concurrent: bool) -> None:
         if mallopt is not None:
             for setting, value in _SETTINGS:
                 mallopt(setting, value)
+
+
+class _Relay(logging.Handler):
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if threading.current_thread() is not threading.main_thread():  # the channel is the main thread's
+            logging.getLogger().callHandlers(record)
+            return
+        line = record.levelno, record.getMessage(), getattr(record, "store", None), getattr(record, "silent", False)
+        with contextlib.suppress(ConnectionError):  # the main process closed its end
+            self._send(wire.pack(wire.LOG, pickle.dumps(line)))
+
+
+def relay_log(send: Callable[[bytes], None]) -> None:
+    """Send the lines that this process logs as `asyncloader` to the main process, in frames given to `send`."""
+    log = logging.getLogger("asyncloader")
+    # In place of the handlers that a forked worker inherits: the main process's log would get each line twice.
+    log.handlers[:], log.propagate = [_Relay(send)], False

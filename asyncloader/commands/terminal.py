@@ -14,12 +14,11 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Generator, Mapping
-from contextlib import redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, plain, printable
-from asyncloader.plain_context import plain_context
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,7 +90,7 @@ def print_json(value: Mapping[str, Any]) -> None:
     print_line(json.dumps(plain(value), indent=2))
 
 
-@plain_context
+@contextmanager
 def quiet_output() -> Generator[None]:
     """Context in which standard output is standard error, also for code in C and for child processes: the
     prints of a user's function or a library are no part of a document on standard output.

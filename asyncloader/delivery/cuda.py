@@ -19,7 +19,7 @@ import platform
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,7 +28,6 @@ import torch
 
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.errors import DeviceUnavailable, PageLockError
-from asyncloader.plain_context import plain_context
 
 if sys.platform != "win32":
     import resource
@@ -122,7 +121,7 @@ class Driver:
             return None
         return stream.value
 
-    @plain_context
+    @contextmanager
     def relaxed(self) -> Generator[None]:
         """Context in which this thread's calls neither fail because of a CUDA graph capture nor invalidate it."""
         # While a graph is captured in torch's default mode, "global", many calls of other threads fail and invalidate
@@ -151,7 +150,7 @@ class Driver:
                 # At interpreter exit the driver, and its locks, may be gone already; that is not an error.
                 self._library.cuMemHostUnregister(ctypes.c_void_p(address))
 
-    @plain_context
+    @contextmanager
     def _context(self) -> Generator[int]:
         """Make the device's primary context, which torch uses too, current in this thread; yields an error code."""
         device, context, popped = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
@@ -244,7 +243,7 @@ class CudaAccelerator(Accelerator):
             self.lock = self._driver.lock
         self.node = None if self._driver is None else node_of(self._driver.pci_address())
 
-    @plain_context
+    @contextmanager
     def _here(self) -> Generator[None]:
         relaxed = nullcontext() if self._driver is None else self._driver.relaxed()
         # A thread begins on device 0. A call made there, or the return from a stream of another device, opens a context
@@ -252,13 +251,13 @@ class CudaAccelerator(Accelerator):
         with relaxed, torch.cuda.device(self.device):
             yield
 
-    @plain_context
+    @contextmanager
     def work(self) -> Generator[None]:
         """Makes the copy stream this thread's current one."""
         with self._here(), torch.cuda.stream(self._kept.copies):
             yield
 
-    @plain_context
+    @contextmanager
     def compute(self, copies: Sequence[torch.Tensor], copied: DoneEvent | None) -> Generator[None]:
         """Makes the compute stream this thread's current one."""
         stream = self._kept.computations

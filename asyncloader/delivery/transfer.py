@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,6 @@ import torch
 
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.tensors import StaticTensors, dense_parts, move, moved_tensors, only_tensors, tensors_of
-from asyncloader.plain_context import plain_context
 from asyncloader.workers.fetch.error_notes import add_note
 
 JOINED_BYTES = 1 << 20
@@ -179,7 +178,7 @@ class DeviceTransfer:
                 done = accelerator.event()
             return Ready(moved, self._on_device_tensors(moved), done, copied if only_copies else done)
 
-    @plain_context
+    @contextmanager
     def _ended_by_error(self) -> Generator[None]:
         """On an error, wait for the work that was started before it."""
         try:

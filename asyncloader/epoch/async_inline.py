@@ -34,12 +34,12 @@ from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
-from asyncloader.workers.tracebacks import hide_our_frames
 
 T = TypeVar("T")
 

@@ -47,13 +47,12 @@ from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.fetch.threads import JobThreads
-from asyncloader.workers.held_tasks import HeldTasks
-from asyncloader.workers.memory.kept_rings import KeptRings
+from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
-from asyncloader.workers.tracebacks import hide_our_frames
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer
@@ -255,8 +254,6 @@ class AsyncLoaderIterator(Generic[B_co]):
                         if batch is not NO_BATCH:
                             return batch
                 elif items:
-                    if self.pool is not None and self.pool.held.holding:
-                        self._send_held(self.pool.held)
                     waited = perf_counter() - begin
                     # Nothing is awaited between this line and the delivery, or the start of a copy: a cancellation
                     # loses no batch.
@@ -278,13 +275,8 @@ class AsyncLoaderIterator(Generic[B_co]):
                         continue
                     self._copying = (item, self._copies.call(self._consumer.open, item.outcome))
                 else:
-                    self._statistics.waiting_since, waits = begin, perf_counter()
-                    held = None if self.pool is None else self.pool.held
+                    self._statistics.waiting_since = begin
                     try:
-                        if held is not None:
-                            held.awaiting += 1
-                            if held.holding:
-                                self._send_held(held)
                         if recorded():
                             with in_range("asyncloader::wait"):
                                 await self._wait()
@@ -292,9 +284,6 @@ class AsyncLoaderIterator(Generic[B_co]):
                             await self._wait()
                     finally:
                         self._statistics.waiting_since = None
-                        if held is not None:
-                            held.awaiting -= 1
-                            held.waited += perf_counter() - waits
         except EndOfData:
             raise StopAsyncIteration from None
         except (StopIteration, StopAsyncIteration) as stop:  # from a worker, or of a plain sampler
@@ -333,11 +322,6 @@ class AsyncLoaderIterator(Generic[B_co]):
         if self._torch_iter._IterableDataset_len_called is not None:
             warn_over_length(self._torch_iter)
         return batch
-
-    def _send_held(self, held: HeldTasks) -> None:
-        if self._pipeline is not None:
-            held.reclaim()
-            self._pipeline.send_held()
 
     async def _wait(self) -> None:
         """Wait until an item may be ready. Raises if no item will come."""

@@ -165,8 +165,6 @@ class Consumer(SamplerReading):
                 self._opener, torch_pin(self._pin_device), self._statistics.recorder, put_from_thread
             )
             sink = self._stage.put
-        # A stage frees slots by itself, in its own thread.
-        pool.held.wanted = self._stage is None
         indices = None if self._source is None else self._source.read(self._progress)
         count, tuning = self._tuned(pool)
         pipeline = Pipeline(

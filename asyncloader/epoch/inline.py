@@ -14,7 +14,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -30,20 +30,18 @@ from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.plain_context import plain_context
 from asyncloader.ranks.topology import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import PendingBatch, Progress
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.data_end import EndOfData
+from asyncloader.workers.fetch.data_end import EndOfData, over_after
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
-from asyncloader.workers.fetch.stream_errors import over_after
-from asyncloader.workers.memory.batch_bytes import batch_nbytes
+from asyncloader.workers.memory.leaves import batch_nbytes
 from asyncloader.workers.processor_use import thread_delay
 
 if TYPE_CHECKING:
@@ -370,7 +368,7 @@ class InlineEpoch:
         begin = perf_counter()
         return _NOTHING if begin < self.statistics.look_closely_at else self._measured(begin, process_time)
 
-    @plain_context
+    @contextmanager
     def _measured(self, begin: float, clock: Callable[[], float]) -> Generator[None]:
         self.statistics.look_closely_at = begin + _LOOK_S
         delayed, computed, began = thread_delay(), clock(), perf_counter()

@@ -6,7 +6,7 @@ Data path: sampler -> inline: [inline_reader -> reader: fetch -> collate] -> the
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 from asyncloader.epoch.plan import InlineAssignments, worker_setup
 from asyncloader.epoch.stream_turns import StreamTurns
 from asyncloader.epoch.torch_iterator import shared_seed
-from asyncloader.plain_context import plain_context
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.slow_samples import SlowSamples
@@ -28,11 +27,10 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.fetch.setup import WorkerSetup, seed_cpu_generators
+from asyncloader.workers.fetch.seeding import RngState, rng_state, set_rng_state
+from asyncloader.workers.fetch.setup import WorkerSetup, call_worker_init, seed_cpu_generators
 from asyncloader.workers.fetch.worker_info import answering_with
-from asyncloader.workers.fetch.worker_init import call_worker_init
 from asyncloader.workers.memory.inline_collate import inline_collate
-from asyncloader.workers.rng_state import RngState, rng_state, set_rng_state
 from asyncloader.workers.stream_readers import ContextIdentities, Identify, StreamReaders, copies, infos_of
 
 if TYPE_CHECKING:
@@ -186,7 +184,7 @@ class _InlineIdentities:
             return answering_with(self._infos[stream])
         return self._exchanged(stream)
 
-    @plain_context
+    @contextmanager
     def _exchanged(self, stream: int) -> Generator[None]:
         outside = rng_state()
         try:

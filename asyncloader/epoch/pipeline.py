@@ -213,11 +213,6 @@ class Pipeline(Listener):
         if not self._closed:
             self._handle(number)
 
-    def send_held(self) -> None:
-        """Send the tasks that were held back and need not wait any more. See `HeldTasks`."""
-        if not self._closed:
-            self._do(self._pool.send_held)
-
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
         self._stop()

@@ -28,7 +28,7 @@ from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
-from asyncloader.workers.memory.kept_rings import KeptRings
+from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import THREADS, LocalWorkers, WorkerSource
 

@@ -35,12 +35,12 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import NVTX, in_range
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.stopping import stop_all_pools
-from asyncloader.workers.tracebacks import hide_our_frames
 
 _CLOSED = "this iterator was shut down"
 

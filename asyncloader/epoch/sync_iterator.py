@@ -40,7 +40,6 @@ from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.pool import WorkerPool
 
 _POP = deque[Action | None].popleft
@@ -268,9 +267,9 @@ class WorkerIterator(CountedNext):
                 begin = perf_counter()
                 taken = self._taken
                 if not taken:
-                    held, ready = self._pool.held, self._queue
-                    if not ready or held.holding or self._profiled:
-                        self._wait(held, begin)
+                    ready = self._queue
+                    if not ready or self._profiled:
+                        self._wait(begin)
                     try:
                         # One call into C moves the item, so Ctrl-C cannot lose it.
                         taken.extend(map(_POP, (ready,)))
@@ -308,14 +307,9 @@ class WorkerIterator(CountedNext):
         finally:
             self._taker = before
 
-    def _wait(self, held: HeldTasks, begin: float) -> None:
-        """Wait until an item may be ready, and send the tasks that were held back until now."""
-        # Before `holding` is read: see `HeldTasks`.
-        if not self._queue:
-            held.awaiting = 1
+    def _wait(self, begin: float) -> None:
+        """Wait until an item may be ready."""
         try:
-            if held.holding:
-                self._send_held(held)
             self._statistics.waiting_since = begin
             with in_range("asyncloader::wait") if self._profiled else _NOTHING:
                 self._queue.wait(self._timeout_or_none)
@@ -323,15 +317,6 @@ class WorkerIterator(CountedNext):
             raise self._timed_out() from None
         finally:
             self._statistics.waiting_since = None
-            waited, held.awaiting = held.awaiting, 0
-            if waited:
-                held.waited += perf_counter() - begin
-
-    def _send_held(self, held: HeldTasks) -> None:
-        pipeline = self._pipeline
-        if pipeline is not None:  # else another thread has just closed it
-            held.reclaim()
-            self._bridge.call_soon(pipeline.send_held)
 
     def _drop_taken(self) -> None:
         """Discard the item whose delivery Ctrl-C interrupted. In the iterating thread."""

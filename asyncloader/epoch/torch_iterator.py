@@ -43,8 +43,7 @@ from asyncloader.samplers.generators import (
 )
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
-from asyncloader.workers.fetch.dataset_streams import count_streams
+from asyncloader.workers.fetch.dataset_kinds import count_streams, is_async_dataset
 from asyncloader.workers.fetch.seeding import derive, draw_device
 
 _NO_CONTEXT = nullcontext()

@@ -24,9 +24,8 @@ from asyncloader.telemetry.tuner import (
     Tuner,
     WorkerTuner,
 )
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import count_streams, is_async_dataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.dataset_streams import count_streams
 from asyncloader.workers.source import THREADS
 
 AUTO: Final = "auto"

@@ -9,6 +9,7 @@ An option that asks for something that will not happen causes a warning. An opti
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -21,16 +22,13 @@ from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
 from asyncloader.options.auto import AutoValue
-from asyncloader.plain_context import plain_context
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
 from asyncloader.sizes import optional_size
-from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
-from asyncloader.workers.fetch.dataset_streams import count_streams
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, count_streams, is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
-from asyncloader.workers.fetch.plain_calls import check_plain, is_coroutine_function
+from asyncloader.workers.fetch.plain_calls import check_plain, is_awaited
 from asyncloader.workers.source import THREADS
 
 _SEEDED_RESTARTS = 3
@@ -288,7 +286,7 @@ def options_about_dataset() -> list[str]:
     return [name for name in ABOUT_DATASET if names is None or name in names]
 
 
-@plain_context
+@contextlib.contextmanager
 def warn_only_of(names: Collection[str]) -> Generator[None]:
     """While a loader is made from another loader: warn of these options only, not of those that it takes over."""
     outer = _said_of.get()
@@ -333,7 +331,7 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     dataset, seed = options["dataset"], options["seed"]
     awaited, assigned = is_async_dataset(dataset), assigns_shards(dataset)
 
-    if asked.get("collate_fn") is not None and is_coroutine_function(options["collate_fn"]):
+    if asked.get("collate_fn") is not None and is_awaited(options["collate_fn"]):
         yield (
             "async does nothing for collate_fn, which is called, and not awaited: each batch would be a coroutine. "
             "Make it a plain function, and await in the dataset's own methods"

@@ -53,8 +53,7 @@ from asyncloader.samplers.positions import Positions
 from asyncloader.samplers.seeded import SeededSampler, with_seeded_draws
 from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
 from asyncloader.service.definition import Defined
-from asyncloader.workers.fetch.assignment_client import assigns_shards, is_planned
-from asyncloader.workers.fetch.dataset_kinds import is_async_stream
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_async_stream, is_planned
 from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]

@@ -31,10 +31,14 @@ from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.sizes import optional_size
 from asyncloader.telemetry.tuner import CONCURRENCY, LEAST_PREFETCH, MOST_PREFETCH
-from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, fetches_batches, is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import (
+    MessagedDataset,
+    assigns_shards,
+    count_streams,
+    fetches_batches,
+    is_async_dataset,
+)
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.dataset_streams import count_streams
 
 _ON_THE_WAY = 2
 

@@ -15,7 +15,7 @@ from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.window_packer import WindowPacker
 from asyncloader.packing.windows import PackingOptions, Window
 from asyncloader.ranks.topology import Topology, topology
-from asyncloader.workers.tracebacks import hide_our_frames
+from asyncloader.workers.error_pickle import hide_our_frames
 
 B = TypeVar("B")
 

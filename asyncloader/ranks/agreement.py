@@ -31,7 +31,6 @@ from typing import Any, TypeVar
 
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
 from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, StoreFailed, WorkerFailure
-from asyncloader.plain_context import plain_context
 from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
 from asyncloader.workers.ipc.peer_text import block_of, line_of
@@ -108,7 +107,7 @@ class Agreement:
         self._lock = threading.Lock()
         self._before = group.begin(self)
 
-    @plain_context
+    @contextlib.contextmanager
     def _locked(self) -> Generator[None]:
         with self._lock:
             try:

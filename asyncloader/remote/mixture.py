@@ -34,7 +34,6 @@ from asyncloader.samplers.mixture_order import MixtureOrder, OnExhausted, check_
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.context import context_managers
 from asyncloader.workers.fetch.dataset_kinds import digest_of, is_async_dataset
-from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.threads import JobThreads
 
@@ -372,7 +371,7 @@ async def _read(streams: FixedStreams, positions: list[int], ats: list[int], sam
 
 
 def _is_stream(source: Any) -> bool:
-    return has_method(source, "fixed_streams")
+    return callable(getattr(source, "fixed_streams", None))
 
 
 def _check_source(number: int, source: Any) -> None:

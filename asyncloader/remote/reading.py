@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
@@ -32,7 +32,6 @@ from asyncloader.formats import (
     open_reader,
 )
 from asyncloader.formats.parquet import RowOptions
-from asyncloader.plain_context import plain_context
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.parquet_reading import SharedParquet, read_parquet
 from asyncloader.remote.prefetch import AnyRange, StreamBuffer
@@ -87,7 +86,7 @@ class Pins:
     def __init__(self) -> None:
         self._pins: OrderedDict[str, Pin] = OrderedDict()
 
-    @plain_context
+    @contextmanager
     def hold(self, transport: Transport, path: str, url: str) -> Generator[Pin, None, None]:
         """Return the reader of a shard for the time of a ``with`` block. A version without returned samples is dropped
         at its end, so that the next attempt may read another version.

@@ -9,6 +9,7 @@ layout and checks states that come from outside.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 from collections.abc import Callable, Generator
@@ -17,7 +18,6 @@ from typing import Any
 from asyncloader.errors import StateError
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.plain_context import plain_context
 from asyncloader.ranks.agreement import Agreement, length_is_exact
 from asyncloader.ranks.exchange import RankExchange
 from asyncloader.ranks.process_group import RankGroup, has_group, make_group
@@ -112,7 +112,7 @@ class StateKeeper:
         """Set the epoch of the next iterator. See `DataLoader.set_epoch`."""
         self._clock_of(EpochConfig.of(spec)).set(epoch)
 
-    @plain_context
+    @contextlib.contextmanager
     def lent_dataset(self, spec: LoaderSpec[Any]) -> Generator[None]:
         """Within it, another loader reads the same dataset, in an epoch of its own."""
         try:

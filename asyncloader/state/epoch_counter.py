@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
-from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.plain_calls import check_plain
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ class EpochClock:
     def __init__(self, samplers: list[Any], dataset: Any, *, seeded: bool) -> None:
         each = {id(sampler): sampler for sampler in samplers}.values()  # one sampler may have two names
         self._samplers = [sampler for sampler in each if callable(getattr(sampler, "set_epoch", None))]
-        self._dataset = dataset if has_method(dataset, "set_epoch") else None
+        self._dataset = dataset if callable(getattr(dataset, "set_epoch", None)) else None
         self._seeded = seeded
         self.counted = 0
         """The number of the next iterator's epoch, where no sampler has one."""

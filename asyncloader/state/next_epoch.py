@@ -19,7 +19,6 @@ import torch
 from torch.utils.data import IterDataPipe
 
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.plain_context import plain_context
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator
 from asyncloader.samplers.index_stream import base_sampler, fresh_state
@@ -71,7 +70,7 @@ def after_an_epoch(config: EpochConfig, *, itself: bool) -> Prospect:
         return Prospect(None, None, None if shared else seeds, _dataset_at_rest(config, itself=itself))
 
 
-@plain_context
+@contextlib.contextmanager
 def _undone(*generators: torch.Generator | None) -> Generator[None]:
     before = [(each, each.get_state()) for each in generators if each is not None]
     # Without a generator of the loader, the base seed is drawn from torch's global generator; and the user's code that

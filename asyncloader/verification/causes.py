@@ -18,7 +18,7 @@ import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType
@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncloader.plain_context import plain_context
 from asyncloader.verification.runs import RunJob, opened
 from asyncloader.verification.user_code import CodeLine, line_of_definition, line_of_frame
 from asyncloader.workers.fetch.seeding import current_sample
@@ -117,7 +116,7 @@ class _Watch:
         self.open: dict[int, tuple[str, Any]] = {}
         self._mark = 0
 
-    @plain_context
+    @contextmanager
     def watching(self) -> Generator[None]:
         """Context in which this thread, and those that it starts, are watched."""
         for name, function in list(vars(np.random).items()):  # which profile functions do not see

@@ -5,6 +5,7 @@ Data path: module:make_loader -> [target] -> runs, causes. In the processes of `
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -23,7 +24,6 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.loader import DataLoader
 from asyncloader.options.auto import number_of
 from asyncloader.options.declaration import LoaderSpec
-from asyncloader.plain_context import plain_context
 from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import LoaderFacts
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
@@ -88,7 +88,7 @@ def import_target(target: str) -> Callable[[], Any]:
     return _without_arguments(found, target)
 
 
-@plain_context
+@contextlib.contextmanager
 def _no_loader_read() -> Generator[None]:
     """Context in which reading a loader raises `ReadAtImport`."""
     kind: Any = torch.utils.data.DataLoader

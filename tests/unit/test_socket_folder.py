@@ -65,7 +65,7 @@ import sys
 import tempfile
 from multiprocessing import get_context
 from asyncloader.socket_folder import bind_socket
-from asyncloader.workers.starting import start
+from asyncloader.workers.process import start
 if __name__ == "__main__":
     os.makedirs(sys.path[0] + "/" + 90 * "x")
     tempfile.tempdir = sys.path[0] + "/" + 90 * "x"

@@ -13,19 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.shielding import shielded
-from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
-
-
-def assigns_shards(dataset: Any) -> bool:
-    """Return whether the main process assigns the dataset's shards to the workers."""
-    return has_method(dataset, "open_worker_stream")
-
-
-def is_planned(dataset: Any) -> bool:
-    """Return whether the main process plans the dataset's epochs, for which it reads from the store of its shards."""
-    return has_method(dataset, "open_worker_stream") or has_method(dataset, "plan_streams")
 
 
 class AssignmentReply(NamedTuple):

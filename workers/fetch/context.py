@@ -23,8 +23,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.data_end import not_the_end
-from asyncloader.workers.fetch.mocks import has_special_method
-from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
+from asyncloader.workers.fetch.worker_resource import ResourceScope, current_scope
 
 EXIT_SECONDS = 1.5
 """Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
@@ -47,7 +46,7 @@ def context_managers(dataset: Any) -> list[Any]:
 
 
 def _collect(dataset: Any, found: list[Any]) -> None:
-    if has_special_method(dataset, "__aenter__") and has_special_method(dataset, "__aexit__"):
+    if hasattr(type(dataset), "__aenter__") and hasattr(type(dataset), "__aexit__"):
         # By identity: two datasets that are equal have two contexts.
         if all(dataset is not other for other in found):
             found.append(dataset)

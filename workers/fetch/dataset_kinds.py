@@ -1,4 +1,4 @@
-"""Finds out whether a dataset is awaited, and whether it fetches samples, batches of them, or both.
+"""Finds out what a dataset is: awaited or not, read by samples or batches, as how many streams; and views of it.
 
 Data path: none; asked before the first fetch.
 """
@@ -6,26 +6,28 @@ Data path: none; asked before the first fetch.
 from __future__ import annotations
 
 import inspect
-import types
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.utils.data import ConcatDataset, Dataset, IterableDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, IterDataPipe, StackDataset, Subset
 
-from asyncloader.workers.fetch.mocks import has_special_method
+from asyncloader.errors import shortened
+from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.fetch.plain_calls import is_awaited
 
 
 def is_async_dataset(dataset: Any) -> bool:
     """Whether samples must be awaited: by the dataset's own methods, or those of the datasets that it is a view of.
 
     A dataset with both `__aiter__` and `__iter__` is asynchronous: torch's IterableDataset demands an `__iter__`. So is
-    one with `__aenter__`. A plain method counts as asynchronous if it is annotated to return an awaitable or wraps a
-    coroutine function (`functools.wraps`); otherwise that cannot be known before it is called.
+    one with `__aenter__`, or with a method that `is_awaited`.
     """
-    if has_special_method(dataset, "__aiter__") or has_special_method(dataset, "__aenter__"):
+    kind = type(dataset)
+    if hasattr(kind, "__aiter__") or hasattr(kind, "__aenter__"):
         return True
-    for name in ("__getitem__", "__getitems__"):
-        if _is_awaited(getattr(type(dataset), name, None)):
-            return True
+    if is_awaited(getattr(kind, "__getitem__", None)) or is_awaited(getattr(kind, "__getitems__", None)):
+        return True
     if isinstance(dataset, Subset):
         return is_async_dataset(dataset.dataset)
     if isinstance(dataset, ConcatDataset):
@@ -37,24 +39,6 @@ def is_async_dataset(dataset: Any) -> bool:
     return False
 
 
-_AWAITABLES = ("Awaitable", "Coroutine")  # other names may be those of a sample's type
-
-
-def _is_awaited(method: Any) -> bool:
-    if not callable(method):
-        return False
-    if type(method) is types.FunctionType and not vars(method):
-        # It wraps no function and has no mark, so that its code says it: this is asked for each epoch.
-        if method.__code__.co_flags & inspect.CO_COROUTINE:
-            return True
-    elif inspect.iscoroutinefunction(inspect.unwrap(method)):
-        return True
-    returned = getattr(method, "__annotations__", {}).get("return")
-    # A string with postponed annotations, else a type or a generic alias.
-    text = returned if isinstance(returned, str) else getattr(returned, "__name__", None) or repr(returned)
-    return text.partition("[")[0].rpartition(".")[2] in _AWAITABLES
-
-
 def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
     """Whether a worker carries out several tasks at a time: samples are awaited, or fetched by threads."""
     return fetch_threads > 0 or is_async_dataset(dataset)
@@ -62,9 +46,9 @@ def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
 
 def is_async_stream(dataset: Any) -> bool:
     """Whether it is an asynchronous iterable; torch, which does not know `__aiter__`, takes it for a map dataset."""
-    if not has_special_method(dataset, "__aiter__") or isinstance(dataset, IterableDataset):
+    if not hasattr(type(dataset), "__aiter__") or isinstance(dataset, IterableDataset):
         return False
-    return not has_special_method(dataset, "__getitem__")
+    return not hasattr(type(dataset), "__getitem__")
 
 
 def fetches_batches(dataset: Any) -> bool:
@@ -88,6 +72,16 @@ def fetches_samples(dataset: Any) -> bool:
         return all(map(fetches_samples, dataset.datasets))
     own = getattr(type(dataset), "__getitem__", None)
     return own is not None and own is not Dataset.__getitem__
+
+
+def assigns_shards(dataset: Any) -> bool:
+    """Return whether the main process assigns the dataset's shards to the workers."""
+    return callable(getattr(dataset, "open_worker_stream", None))
+
+
+def is_planned(dataset: Any) -> bool:
+    """Return whether the main process plans the dataset's epochs, for which it reads from the store of its shards."""
+    return assigns_shards(dataset) or callable(getattr(dataset, "plan_streams", None))
 
 
 class MessagedDataset:
@@ -131,3 +125,147 @@ def digest_of(dataset: Any, *, find: bool = False) -> str | None:
     parts: Any = dataset.datasets
     digests = [digest_of(part, find=find) for part in (parts.values() if isinstance(parts, dict) else parts)]
     return None if set(digests) <= {None} else " ".join(map(str, digests))
+
+
+# ------------------------------------------------------------------------------------------- how many streams it is
+
+# An iterable dataset with an attribute `loader_streams` is that number of streams. The loader makes a copy of it for
+# each stream, whatever the number of workers, and each worker serves some of the streams. Without the attribute each
+# worker reads one copy. The name is not `num_streams`, which datasets of other libraries have with another meaning.
+
+MOST_STREAMS = 1024
+"""Each stream is a copy of the dataset, and a position in each saved state."""
+
+
+def count_streams(dataset: Any) -> int | None:
+    """Return the number of streams of an iterable dataset, from 1 on; None: it does not say that it has streams.
+
+    Raises:
+        TypeError: `loader_streams` is no integer, or the dataset is of a kind that cannot be read as several streams.
+        ValueError: the number is less than 1 or too large.
+        Exception: what reading the attribute raised.
+    """
+    if not hasattr(type(dataset), "loader_streams") and not hasattr(dataset, "loader_streams"):
+        return None
+    name = type(dataset).__name__
+    try:
+        # Asked of the object, so that the AttributeError of a property comes out instead of counting as no attribute.
+        value = dataset.loader_streams
+    except Exception as error:
+        add_note(error, f"while reading loader_streams of the {name}")
+        raise
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(
+            f"loader_streams should be an integer, the number of streams of the dataset, but that of the {name} is "
+            f"{shortened(value)}. Leave the attribute out, or None, to have each worker read its own copy"
+        )
+    number = operator.index(value)
+    if not 1 <= number <= MOST_STREAMS:
+        shown = f"{number:,}" if number.bit_length() < 64 else f"a number of {number.bit_length():,} bits"
+        raise ValueError(
+            f"loader_streams should be from 1 to {MOST_STREAMS:,}, but that of the {name} is {shown}: the loader makes "
+            "a copy of the dataset for each stream, and keeps the position of each in a state"
+        )
+    why = _obstacle(dataset)
+    if why:
+        raise TypeError(
+            f"the {name} has loader_streams={number}, but {why}, so it cannot be read as several streams: leave the "
+            "attribute out"
+        )
+    return number
+
+
+def _obstacle(dataset: Any) -> str:
+    if assigns_shards(dataset):
+        return "its shards are assigned to the workers while they read (its own streams= fixes them)"
+    if isinstance(dataset, IterDataPipe):
+        return "it is a datapipe, of whose graph sharding_filter gives each worker a part"
+    if isinstance(dataset, MessagedDataset):
+        return "it is a DataLoader2's graph, of which its reading service gives each worker a part"
+    return ""
+
+
+# ------------------------------------------------------------------------- torch's `StackDataset` over awaited parts
+
+
+def awaited_view(dataset: Any, is_async: Callable[[Any], bool]) -> Any:
+    """Replace the stacks in a dataset by stacks that can be awaited, and torch's views of stacks by new views."""
+    if type(dataset) is StackDataset:
+        return _awaited_stack(dataset, is_async)
+    if type(dataset) is Subset:
+        inner = awaited_view(dataset.dataset, is_async)
+        return dataset if inner is dataset.dataset else Subset(inner, dataset.indices)
+    if type(dataset) is ConcatDataset:
+        parts = [awaited_view(part, is_async) for part in dataset.datasets]
+        return dataset if all(map(_is, parts, dataset.datasets)) else ConcatDataset(parts)
+    return dataset
+
+
+def _awaited_stack(stack: StackDataset[Any], is_async: Callable[[Any], bool]) -> AwaitedStack:
+    """Like torch's, it has a `__getitems__` if a part has one; but not if the samples of another part would then no
+    longer be awaited concurrently.
+    """
+    given: Any = stack.datasets
+    names = list(given) if isinstance(given, dict) else None
+    parts = [awaited_view(part, is_async) for part in (given if names is None else given.values())]
+    slow = any(is_async(part) and not fetches_batches(part) for part in parts)
+    batched = any(map(fetches_batches, parts)) and not (slow and all(map(fetches_samples, parts)))
+    return (_BatchedStack if batched else AwaitedStack)(parts, names, len(stack))
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+class AwaitedStack:
+    """A `StackDataset` whose samples are awaited.
+
+    Args:
+        parts: the datasets.
+        names: the parts' names, if samples are dictionaries; None: samples are tuples.
+        length: number of samples.
+    """
+
+    def __init__(self, parts: list[Any], names: list[Any] | None, length: int) -> None:
+        self._parts = parts
+        self._names = names
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    async def __getitem__(self, index: Any) -> Any:
+        # Each part is awaited before the next is asked: they draw from the sample's random numbers in their order, as
+        # in a blocking stack.
+        return self._stacked([await _awaited(part[index]) for part in self._parts])
+
+    def _stacked(self, row: list[Any]) -> Any:
+        return tuple(row) if self._names is None else dict(zip(self._names, row, strict=True))
+
+
+class _BatchedStack(AwaitedStack):
+    """A stack with a `__getitems__`."""
+
+    async def __getitems__(self, indices: Sequence[Any]) -> list[Any]:
+        columns = [await self._column(part, indices) for part in self._parts]
+        return [self._stacked(list(row)) for row in zip(*columns, strict=True)]
+
+    async def _column(self, part: Any, indices: Sequence[Any]) -> list[Any]:
+        if not callable(getattr(part, "__getitems__", None)):
+            return [await _awaited(part[index]) for index in indices]
+        items = list(await _awaited(part.__getitems__(indices)))
+        if len(items) != len(indices):
+            for item in filter(inspect.iscoroutine, items):
+                item.close()
+            raise ValueError(f"Nested dataset's output size mismatch. Expected {len(indices)}, got {len(items)}")
+        try:
+            return [await _awaited(item) for item in items]
+        finally:
+            for item in filter(inspect.iscoroutine, items):
+                item.close()  # not awaited because of an error; a no-op for the others
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value

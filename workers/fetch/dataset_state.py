@@ -15,17 +15,13 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
-from asyncloader.workers.fetch.mocks import has_method
-from asyncloader.workers.fetch.repeated_pickle import RepeatedPickle
-
 
 @runtime_checkable
 class Stateful(Protocol):
     """An object that can save its state and resume from it: a sampler, a dataset, or an iterator of either.
 
     States should be plain values; they are copied, and become part of the loader's state. Those of an iterable dataset
-    fit the same number of workers; any number, if it says by an attribute `loader_streams` how many streams it is. A
-    list that is equal to that of the state before counts as the same.
+    fit the same number of workers; any number, if it says by an attribute `loader_streams` how many streams it is.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -39,7 +35,7 @@ class Stateful(Protocol):
 
 def is_stateful(thing: Any) -> bool:
     """Whether the object is `Stateful`; cheaper than `isinstance`."""
-    return has_method(thing, "state_dict") and has_method(thing, "load_state_dict")
+    return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
 
 
 class Cursor(NamedTuple):
@@ -108,28 +104,16 @@ def pickle_cursor(cursor: Cursor) -> PackedCursor:
     return PackedCursor(pickle.dumps(tuple(cursor), 5))
 
 
-class CursorPickler:
-    """A `CursorPacker` like `pickle_cursor` that pickles long lists only when they have changed."""
-
-    def __init__(self) -> None:
-        self._dataset_state, self._iterator_state = RepeatedPickle(), RepeatedPickle()
-
-    def __call__(self, cursor: Cursor) -> PackedCursor:
-        """Pack a cursor."""
-        dataset, iterator = self._dataset_state.lean(cursor.dataset), self._iterator_state.lean(cursor.iterator)
-        return pickle_cursor(cursor._replace(dataset=dataset, iterator=iterator))
-
-
 class Bookmark:
     """Takes and restores cursors of one copy of a dataset.
 
     Args:
         dataset: the dataset.
         every: number of batches between two cursors; 0: never take one.
-        pack: packs the cursors; None: as pickle.
+        pack: packs the cursors.
     """
 
-    def __init__(self, dataset: Any, every: int, pack: CursorPacker | None = None) -> None:
+    def __init__(self, dataset: Any, every: int, pack: CursorPacker = pickle_cursor) -> None:
         self._dataset = dataset
         self._dataset_is_stateful = is_stateful(dataset)
         self._every = every
@@ -194,16 +178,15 @@ class Bookmark:
     def _take(self, samples: int, *, ended: bool) -> PackedCursor | None:
         if not self.keeps_state:
             return None
-        pack = self._pack = self._pack or CursorPickler()  # late: few datasets have a state
         try:
             dataset = self._dataset.state_dict() if self._dataset_is_stateful else None
             iterator = None if self._iterator is None else self._iterator.state_dict()
             itself = "within" if self._own and self._dataset_is_stateful else ""
             # Packed at once, before the dataset reads on: it may return the state that it works with, and no copy.
-            return pack(Cursor(self.batches, samples, ended, dataset, iterator, "", itself))
+            return self._pack(Cursor(self.batches, samples, ended, dataset, iterator, "", itself))
         except Exception as error:  # a state that cannot be saved must not fail the batch
             problem = f"{type(error).__name__}: {error}"
-        return pack(Cursor(self.batches, samples, ended, None, None, problem))
+        return self._pack(Cursor(self.batches, samples, ended, None, None, problem))
 
 
 def bytes_of(cursor: PackedCursor | None) -> bytes:

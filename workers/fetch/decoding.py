@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.data_end import not_the_end
-from asyncloader.workers.fetch.plain_calls import is_coroutine_function
+from asyncloader.workers.fetch.plain_calls import is_awaited
 from asyncloader.workers.fetch.threads import JobThreads
 
 
@@ -33,7 +33,7 @@ def check_decode(decode: Any, decode_threads: Any) -> None:
     """
     if decode is not None and not callable(decode):
         raise TypeError(f"decode should be a function of one sample or None, but got decode={decode!r}")
-    if is_coroutine_function(decode):
+    if is_awaited(decode):
         raise TypeError(
             f"decode={decode!r} is a coroutine function, but decode is called, and not awaited: it is for work that "
             "takes a CPU. Await in the dataset's own methods instead"

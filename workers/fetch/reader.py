@@ -21,28 +21,25 @@ from typing import Any
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.errors import StateError, interrupts, is_about_sample, is_tried_again
-from asyncloader.plain_context import plain_context
 from asyncloader.telemetry.counters import Recorder, Stage, TimedCollate
 from asyncloader.telemetry.slow_samples import SlowSamples
-from asyncloader.workers.fetch.assignment_client import AssignmentProvider, assigns_shards
-from asyncloader.workers.fetch.async_stack import awaited_view
+from asyncloader.workers.fetch.assignment_client import AssignmentProvider
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData, Paused, answered_before
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_concurrent
-from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, awaited_view, is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.decoding import Decoder, make_decode_threads
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
-from asyncloader.workers.fetch.mocks import has_method
 from asyncloader.workers.fetch.reader_end import ReaderEnd
-from asyncloader.workers.fetch.resource_scope import ResourceScope, current_scope
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.fetch.worker_resource import ResourceScope, current_scope
 
 
 class DatasetReader(ReaderEnd):
@@ -62,7 +59,7 @@ class DatasetReader(ReaderEnd):
         samples: gets the times of single samples. None: they are not kept.
         draw_check: that of all readers of the process whose samples are made at the same time; None: this one's own.
         decode_threads: those of all readers of the worker, from `make_decode_threads`; None: it has its own.
-        pack_cursor: packs the cursors; None: as pickle.
+        pack_cursor: packs the cursors.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class DatasetReader(ReaderEnd):
         samples: SlowSamples | None = None,
         draw_check: GlobalDrawCheck | None = None,
         decode_threads: JobThreads | None = None,
-        pack_cursor: CursorPacker | None = None,
+        pack_cursor: CursorPacker = pickle_cursor,
         alone: bool = True,
     ) -> None:
         self._setup, self._alone = setup, alone
@@ -227,7 +224,8 @@ class DatasetReader(ReaderEnd):
         setup, cursor = self._setup, start.cursor
         self._bookmark = Bookmark(self.dataset, self._every, self._pack_cursor)
         seeding = self._seeding(start.epoch)
-        if start.epoch_set and has_method(self.dataset, "set_epoch"):  # it was called on the consumer's copy only
+        # It was called on the consumer's copy only.
+        if start.epoch_set and callable(getattr(self.dataset, "set_epoch", None)):
             self.dataset.set_epoch(start.epoch)
         if start.message:
             self.dataset.begin_epoch(start.message)
@@ -315,7 +313,7 @@ class DatasetReader(ReaderEnd):
         fetcher.ended = cursor is not None and cursor.ended
         return fetcher
 
-    @plain_context
+    @contextlib.contextmanager
     def _skipping(self, start: EpochStart) -> Generator[range]:
         """Context with a range over the batches to skip: they are fetched, but not collated."""
         if not start.skip or not self._setup.iterable:

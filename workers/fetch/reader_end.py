@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from asyncloader.workers.fetch.dataset_state import Bookmark
-from asyncloader.workers.fetch.resource_scope import ResourceScope
 from asyncloader.workers.fetch.stream_fetcher import WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.fetch.worker_resource import ResourceScope
 
 
 class ReaderEnd:

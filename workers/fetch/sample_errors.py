@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncloader.errors import is_about_sample
+from asyncloader.workers.fetch.plain_calls import is_awaited
 from asyncloader.workers.fetch.seeding import derive
 
 ATTEMPTS = 16
@@ -125,7 +126,7 @@ class SampleErrorHandler:
         self._function: Callable[[Any, Exception], Any] | None = policy.on_error if callable(policy.on_error) else None
         self._seed, self._epoch, self._length = policy.seed or 0, epoch, policy.length or 0
         self._refills = policy.refill and self._function is None and self._length > 0
-        if not asynchronous and inspect.iscoroutinefunction(self._function):
+        if not asynchronous and is_awaited(self._function):
             raise _coroutine_error()
 
     async def handle(

@@ -17,7 +17,9 @@ generators", OOPSLA 2014) with its state jumped to the position.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import pickle
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextvars import Context, ContextVar, copy_context
@@ -27,9 +29,6 @@ import numpy as np
 import torch
 
 from asyncloader.errors import warn_aside
-from asyncloader.plain_context import plain_context
-from asyncloader.workers.fetch.numpy_state import numpy_mark, save_numpy_state
-from asyncloader.workers.fetch.random_state import save_random_state
 
 BatchPosition: TypeAlias = int | tuple[int, ...]
 """The position of a batch's first sample, whose followers are its neighbours in the order; or of each sample."""
@@ -228,18 +227,17 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-@plain_context
+@contextlib.contextmanager
 def global_generators_kept() -> Generator[None]:
     """Restore the process-global generators and the current sample afterwards: for loading in the caller's process."""
     outer = _current.get()
-    restore_random, restore_numpy = save_random_state(), save_numpy_state()
-    torch_state = torch.default_generator.get_state()
+    states = random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
     try:
         yield
     finally:
-        restore_random()
-        restore_numpy()
-        torch.default_generator.set_state(torch_state)
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.default_generator.set_state(states[2])
         _current.set(outer)
 
 
@@ -287,6 +285,16 @@ class GlobalDrawCheck:
                 ".numpy or .random in the dataset.",
                 stacklevel=2,
             )
+
+
+def numpy_mark() -> Any:
+    """Return a value that changes when numpy draws from its process-global generator."""
+    state: Any = np.random.get_state(legacy=False)
+    inner = state["state"]
+    if "pos" not in inner:  # the program has set another generator than numpy's usual one
+        return str(state)
+    # Not all of the 624 words: each draw moves `pos`, or renews the words, and a normal draw may set `has_gauss`.
+    return inner["pos"], int(inner["key"][0]), state["has_gauss"]
 
 
 def generator_marks() -> tuple[Any, Any, Any]:
@@ -342,3 +350,33 @@ class EpochSeeding:
             # The seeding above, and what collation drew, are no draws of samples.
             if self._check is not None:
                 self._check.rebase_after_batch()
+
+
+# ------------------------------------------------------- the process-global generators' states, in torch mode
+
+RngState: TypeAlias = tuple[Any, Any, bytes]
+"""The states of `random`, numpy and torch."""
+
+
+def rng_state() -> RngState:
+    """Return the states of the process-global generators of `random`, numpy and torch."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state().numpy().tobytes()
+
+
+def set_rng_state(state: RngState) -> None:
+    """Set the process-global generators to states that `rng_state` returned, perhaps in another process."""
+    ours, numpys, torchs = state
+    random.setstate(ours)
+    np.random.set_state(numpys)
+    # A bytearray: torch warns about memory that cannot be written, as that of bytes.
+    torch.set_rng_state(torch.frombuffer(bytearray(torchs), dtype=torch.uint8))
+
+
+def save_rng_state() -> bytes:
+    """Return what `rng_state` returns, pickled."""
+    return pickle.dumps(rng_state(), 5)
+
+
+def restore_rng_state(saved: bytes) -> None:
+    """Set the process-global generators to states that `save_rng_state` returned in another worker."""
+    set_rng_state(pickle.loads(saved))

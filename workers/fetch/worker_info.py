@@ -17,7 +17,7 @@ import random
 import sys
 import threading
 from collections.abc import Generator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar, Token
 from typing import Any
 
@@ -26,7 +26,6 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader.plain_context import plain_context
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.workers.fetch.seeding import WORKERS_OWN, SampleRng, current_sample
 from asyncloader.workers.fetch.setup import WorkerSetup
@@ -202,7 +201,7 @@ def answer_by_context() -> None:
     _answering.begin()
 
 
-@plain_context
+@contextmanager
 def answering() -> Generator[None]:
     """Have `get_worker_info` answer by thread within this context, in all threads."""
     _answering.begin()
@@ -213,7 +212,7 @@ def answering() -> Generator[None]:
         _answering.end()
 
 
-@plain_context
+@contextmanager
 def answering_with(info: Any) -> Generator[None]:
     """Have `get_worker_info` return this within this context, and nowhere else.
 

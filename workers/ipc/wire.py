@@ -21,8 +21,6 @@ SUSPECT = 5
 frame."""
 ASSIGNMENT = 6
 """The shards that the worker reads next, of a dataset whose shards the main process assigns."""
-TRIM = 7
-"""A slot has not been needed for a while: the worker returns its memory to the system."""
 LIMIT = 8
 """The number of samples that the worker awaits at a time, from now on."""
 # worker -> main
@@ -62,7 +60,6 @@ PREFIX_BYTES = _PREFIX.size
 _TASK = struct.Struct("=IBIQiId")  # prefix, epoch, seq, slot, ring, sent
 _TASK_HEAD = struct.Struct("=IQiId")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
-_TRIM_HEAD = struct.Struct("=II")  # ring number, slot
 _LIMIT_HEAD = struct.Struct("=I")  # samples
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
@@ -135,17 +132,6 @@ def unpack_ring(body: bytes) -> tuple[int, int, int]:
     """Return ring number, slots, bytes per slot."""
     number, slots, slot_bytes = _unpack(_RING_HEAD, body)
     return number, slots, slot_bytes
-
-
-def pack_trim(number: int, slot: int) -> bytes:
-    """Pack the order to return a slot's memory to the system."""
-    return pack(TRIM, _TRIM_HEAD.pack(number, slot))
-
-
-def unpack_trim(body: bytes) -> tuple[int, int]:
-    """Return ring number, slot."""
-    number, slot = _unpack(_TRIM_HEAD, body)
-    return number, slot
 
 
 def pack_limit(samples: int) -> bytes:

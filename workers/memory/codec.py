@@ -36,6 +36,7 @@ from asyncloader.workers.memory.leaves import (
     LEAF_SPECS,
     NUMPY_BY_CODE,
     Dense,
+    Dispatch,
     Leaf,
     LeafSpec,
     Raw,
@@ -46,7 +47,6 @@ from asyncloader.workers.memory.leaves import (
     reduce_sparse,
     reduce_typed_storage,
 )
-from asyncloader.workers.memory.pickle_dispatch import Dispatch
 from asyncloader.workers.memory.ring import Anchor
 from asyncloader.workers.memory.shared_storage import SharedStorages, StorageView, is_dense
 

@@ -11,8 +11,10 @@ torch's own pickling would work, but has side effects in a process that lives lo
 
 from __future__ import annotations
 
+import copyreg
 import math
 import mmap
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -273,3 +275,70 @@ def reduce_typed_storage(storage: torch.storage.TypedStorage) -> Any:
 def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
     # Without `_internal` torch would warn that typed storages are deprecated.
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+_FIRST_ELEMENTS, _FIRST_VALUES, _DEEPEST = 12, 64, 8  # of what `batch_nbytes` looks at
+
+
+def batch_nbytes(batch: Any) -> int:
+    """Bytes of the tensors in a batch, in plain containers only.
+
+    A sequence of which the first elements hold no tensor, such as a list of token ids, is not read to its end: that
+    could take longer than making the batch. Nor is a container within itself, or below many others.
+    """
+    kind = type(batch)
+    if issubclass(kind, torch.Tensor):
+        return int(batch.numel() * batch.element_size())
+    return _nbytes_within(batch, kind, set()) if issubclass(kind, (dict, list, tuple)) else 0
+
+
+def _nbytes_within(container: Any, kind: type, around: set[int]) -> int:
+    if len(around) == _DEEPEST or id(container) in around:
+        return 0
+    around.add(id(container))
+    # The types' own methods: a subclass may run the user's code.
+    if issubclass(kind, dict):
+        items, first = iter(dict.values(container)), _FIRST_VALUES
+    else:
+        items, first = (tuple if issubclass(kind, tuple) else list).__iter__(container), _FIRST_ELEMENTS
+    found = 0
+    for item in items:
+        kind = type(item)
+        if issubclass(kind, torch.Tensor):
+            found += item.numel() * item.element_size()
+        elif issubclass(kind, (dict, list, tuple)):
+            found += _nbytes_within(item, kind, around)
+        first -= 1
+        if not first and not found:
+            break
+    around.remove(id(container))
+    return found
+
+
+_BY_OWN_RULES = operator.methodcaller("__reduce_ex__", 5)
+
+
+class Dispatch(dict[type, Any]):
+    """The reductions by type: the encoder's own, those in `copyreg`, and one for all subclasses of tensors."""
+
+    def __init__(self, own: dict[type, Any], tensor: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(own)
+        self._own = len(own)
+        self._tensor = tensor
+
+    def __missing__(self, kind: type) -> Any:
+        found = copyreg.dispatch_table.get(kind)
+        if found is None and issubclass(kind, torch.Tensor):
+            found = self._tensor
+        elif found is None and not issubclass(kind, type):
+            found = _BY_OWN_RULES  # the pickler would do the same after a KeyError, but it would ask for each object
+        if found is None:
+            raise KeyError(kind)
+        self[kind] = found
+        return found
+
+    def forget(self) -> None:
+        """Forget the reductions that were found: a user may have registered other functions since."""
+        if len(self) > self._own:
+            for kind in list(self)[self._own :]:
+                del self[kind]

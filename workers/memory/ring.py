@@ -36,7 +36,6 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -93,8 +92,6 @@ class Ring:
         self._append_released = self._released.append
         self.locked = False
         """Whether its pages are locked, see `lock_pages`."""
-        self.touched: set[int] = set()
-        """Slots that were assigned since they were last trimmed, and may have memory. Used by the loop's thread."""
         # Last: another thread may fork at any moment, and its hook reads the fields above.
         _live_rings.add(self)
 
@@ -198,16 +195,6 @@ class Ring:
             return self._free.pop()
         except IndexError:
             return None
-
-    def unneeded(self) -> int | None:
-        """Return the free slot with memory that has been free longest, and count it as one without; None if no such
-        slot is free.
-        """
-        # A copy: the consumer's thread appends.
-        slot = next((slot for slot in list(self._free) if slot in self.touched), None)
-        if slot is not None:
-            self.touched.discard(slot)
-        return slot
 
     def give_back(self, slot: int) -> None:
         """Free an assigned slot that is not needed any more (nothing was written, or it was copied out)."""
@@ -330,15 +317,6 @@ class WorkerRing:
             segment.reserve(self.fd, start, wanted)
             self._reserved[slot] = wanted
         return start
-
-    def trim(self, slot: int) -> None:
-        """Return the slot's pages to the system, in all processes. They read as zeros until they are written again."""
-        if not self._reserved[slot] or not hasattr(mmap, "MADV_REMOVE"):  # Linux alone has it
-            return
-        # First: if this fails halfway, `offset` allocates all pages again before the slot is written.
-        self._reserved[slot] = 0
-        with suppress(OSError):
-            self.memory.madvise(mmap.MADV_REMOVE, slot * self.slot_bytes, self.slot_bytes)
 
     def __del__(self) -> None:
         # Not earlier: a task in progress may still write to a ring that has been replaced.

@@ -16,13 +16,14 @@ ended, the epoch was abandoned) are freed.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import deque
-from typing import Self
+from contextlib import suppress
+from typing import NamedTuple, Self
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.holding_cost import HoldingCost
 from asyncloader.workers.memory.layout import (
     FIRST_SLOT_BYTES,
     HEADROOM,
@@ -39,12 +40,6 @@ samples in flight of a megabyte each."""
 
 RUN_AHEAD_BYTES = 64 << 20
 """Memory per ring for batches that wait for an earlier batch, if the user set no `ring_bytes`."""
-
-LARGE_SLOT = 4 << 20
-"""Slots from this size on are worth saving."""
-
-TRY_TASKS, MOST_TRY_TASKS = 16, 4096
-"""Tasks after which a ring tries to do with one slot less; twice as many after each try that failed."""
 
 
 class RingManager:
@@ -91,19 +86,6 @@ class RingManager:
         """Size of the newest ring, also after it was closed."""
         self.tasks: dict[tuple[int, int], tuple[Ring, int] | None] = {}
         """The unanswered tasks, by epoch and number: the slot of each; None if it has no slot."""
-        self.large = False
-        """Whether the newest ring has large slots, so that it saves them."""
-        self.held: deque[tuple[int, int, bytes]] = deque()
-        """Tasks that were held back: epoch, number, pickled index. They have no slot, and were not sent."""
-        self.unneeded: int | None = None
-        """A slot of the ring that the worker should trim before its next task."""
-        # The batch that the consumer has, and one that is made meanwhile.
-        self._fewest = max(2, self._least_credits)
-        self._most_in_use = self._fewest  # slots that suffice, as far as is known
-        self._since = 0  # tasks since that changed
-        self._try_tasks = TRY_TASKS
-        self.cost = HoldingCost()
-        """What it costs to hold tasks back, if `large`."""
         self._slot_bytes = FIRST_SLOT_BYTES if ring_bytes is None else self._fixed_slot_bytes(ring_bytes)
         self._grown = True  # the first ring has to be sent
         self._inherited = False  # `ring` comes from an earlier worker, and has not been sent to this worker yet
@@ -154,7 +136,6 @@ class RingManager:
             slots = min(slots, max(2, most_bytes // self._slot_bytes))
         self.ring = Ring(slots, self._slot_bytes, min(self._slots - HEADROOM, slots - 1), self._number)
         self.nbytes = self.ring.nbytes
-        self.large = self._slot_bytes >= LARGE_SLOT
         self._grown = False
         return self.ring
 
@@ -162,30 +143,6 @@ class RingManager:
         credits = self._slots - HEADROOM
         need = self.workers * credits * self._slot_bytes
         segment.check_room(need, f"{self.workers} rings for {credits} batches of {self._slot_bytes:,} bytes each")
-
-    @property
-    def full(self) -> bool:
-        """Whether the slots that suffice are in use, so that the next task had better wait for one. Only if `large`."""
-        ring = self.ring
-        return ring is not None and not self._grown and not ring.locked and ring.in_use >= self._most_in_use
-
-    def need_more(self) -> None:
-        """Holding tasks back costs too much time: let one slot more be in use from now on."""
-        self._most_in_use, self._since = self._most_in_use + 1, 0
-        self._try_tasks = min(2 * self._try_tasks, MOST_TRY_TASKS)
-
-    def _count_use(self, ring: Ring, slot: int) -> int | None:
-        """Count the use of a large slot. Returns a slot whose memory was not needed for a while, if one exists."""
-        ring.touched.add(slot)
-        self._since += 1
-        if (in_use := ring.in_use) > self._most_in_use:
-            self._most_in_use, self._since = in_use, 0
-        if self._since < self._try_tasks:
-            return None
-        # A slot that was left out since the try before. It had its memory until now: a try that failed cost nothing.
-        unneeded = ring.unneeded() if len(ring.touched) > self._most_in_use and not ring.locked else None
-        self._most_in_use, self._since = max(self._fewest, self._most_in_use - 1), 0
-        return unneeded
 
     def assign(self, epoch: int, seq: int) -> tuple[int, int]:
         """Return the ring number and the slot for a task; `wire.NO_SLOT` if no slot is free."""
@@ -196,8 +153,6 @@ class RingManager:
             self.tasks[epoch, seq] = None
             return ring.number, wire.NO_SLOT
         self.tasks[epoch, seq] = (ring, slot)
-        if self.large:
-            self.unneeded = self._count_use(ring, slot)
         return ring.number, slot
 
     def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
@@ -247,7 +202,6 @@ class RingManager:
 
     def void(self) -> None:
         """Free the slots of all tasks: the worker will answer none of them."""
-        self.held.clear()
         for held in list(self.tasks.values()):
             if held is not None:
                 held[0].give_back(held[1])
@@ -266,7 +220,6 @@ class RingManager:
         replacement gets a new ring; the old one is freed with its last lease.
         """
         self.tasks.clear()
-        self.held.clear()
         self.ring = None
         self._grown = True
 
@@ -278,7 +231,7 @@ class RingManager:
         """
         self.void()
         successor = copy.copy(self)
-        successor.tasks, successor.held, successor.cost = {}, deque(), HoldingCost()
+        successor.tasks = {}
         successor._inherited = self.ring is not None and self.ring.locked and not self._grown
         # A ring that is not locked costs less to make again than to keep; a ring that is too small would be replaced
         # anyway.
@@ -293,4 +246,52 @@ class RingManager:
             self.ring.close_fd()
         self.ring = None
         self.tasks.clear()
-        self.held.clear()
+
+
+class RingOptions(NamedTuple):
+    """The arguments of a `RingManager`; rings are reused only for equal ones."""
+
+    credits: int
+    ring_bytes: int | None
+    reorder_window: int
+    workers: int
+    least_credits: int | None
+
+
+class KeptRings:
+    """A cache for the page-locked rings of the loader's last pool. It holds no more memory than an epoch uses.
+
+    Page-locking a ring takes long, and delays other calls of the device. So where a loader's workers end with the
+    epoch, their locked rings are kept for the next workers, with the sizes learned. Rings that are not locked are not
+    kept: a new one costs less than the memory that the old one would hold between two epochs.
+
+    Any thread may call it. A dropped ring is page-unlocked once its last view has died.
+    """
+
+    def __init__(self) -> None:
+        # No lock: a pool may end in any thread, also inside a finalizer that interrupts a holder of the lock.
+        # `append`, `pop` and `clear` of a deque are atomic.
+        self._left: deque[tuple[RingOptions, list[RingManager]]] = deque(maxlen=1)
+        self._closed = False
+        weakref.finalize(self, self._left.clear)  # runs at exit, too, while modules and drivers still work
+
+    def take(self, options: RingOptions) -> list[RingManager] | None:
+        """Take the kept managers, one per worker; None if none was kept with these options."""
+        # Another thread may take them between a test and `pop`.
+        with suppress(IndexError):
+            # Rings for other options are dropped here: the next pool would never take them.
+            kept_options, managers = self._left.pop()
+            if kept_options == options:
+                return managers
+        return None
+
+    def keep(self, options: RingOptions, managers: list[RingManager]) -> None:
+        """Keep these managers for the next pool."""
+        self._left.append((options, managers))
+        if self._closed:  # checked after appending: `close` has cleared only the rings that were appended before it
+            self._left.clear()
+
+    def close(self) -> None:
+        """Drop the rings, and keep none from now on."""
+        self._closed = True
+        self._left.clear()

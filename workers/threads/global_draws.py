@@ -22,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from asyncloader.errors import warn_aside
-from asyncloader.workers.fetch.numpy_state import numpy_mark
+from asyncloader.workers.fetch.seeding import numpy_mark
 
 _INSTEAD = (
     'These belong to the whole process, and with workers="threads" several threads draw from them at the same time. '

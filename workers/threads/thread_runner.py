@@ -30,8 +30,7 @@ from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.stream_readers import ContextIdentities, Identities
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.threads.global_draws import GlobalDraws, Said
-from asyncloader.workers.threads.link import ThreadChannel
-from asyncloader.workers.threads.object_codec import ObjectCodec
+from asyncloader.workers.threads.link import ObjectCodec, ThreadChannel
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async
 
 _OPENMP = ("libgomp.so.1", "libomp.so.5", "libiomp5.so")

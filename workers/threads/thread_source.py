@@ -9,6 +9,7 @@ on until its call returns, and what it makes then is dropped.
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import sys
 import threading
@@ -18,21 +19,56 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from time import monotonic, perf_counter
 from typing import Any
 
-from torch.utils.data import default_collate
+from torch.utils.data import MapDataPipe, default_collate
 
 from asyncloader.errors import WorkerDied, warn_aside
 from asyncloader.telemetry.counters import Recorder
+from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_dataset
+from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.setup import WorkerSetup
+from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.inline_collate import inline_collate
-from asyncloader.workers.memory.no_ring import NoRing
+from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import THREADS, WorkerHandle
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.threads.global_draws import Said
-from asyncloader.workers.threads.link import Table, ThreadChannel, thread_channels
-from asyncloader.workers.threads.object_codec import ObjectCodec
-from asyncloader.workers.threads.own_copy import is_shared, own_copy
+from asyncloader.workers.threads.link import ObjectCodec, Table, ThreadChannel, thread_channels
 from asyncloader.workers.threads.thread_runner import run_thread
+
+
+class NoRing(RingManager):
+    """Counts the tasks of one worker. The memory of outstanding batches is bounded as that of a ring's would be."""
+
+    def __init__(
+        self,
+        credits: int,
+        ring_bytes: int | None,
+        reorder_window: int = 0,
+        workers: int = 1,
+        least_credits: int | None = None,
+    ) -> None:
+        del ring_bytes  # there is no ring that it could bound
+        super().__init__(credits, None, reorder_window, workers, least_credits)
+
+    def replacement(self, most_bytes: int | None = None) -> Ring | None:
+        """Return None."""
+        del most_bytes
+        return None
+
+    def assign(self, epoch: int, seq: int) -> tuple[int, int]:
+        """Note the task. Returns no ring and no slot."""
+        self.tasks[epoch, seq] = None
+        return 0, wire.NO_SLOT
+
+    def answered(self, epoch: int, seq: int, slot: int, nbytes: int) -> Ring | None:
+        """Note that the task was answered. The batch's size decides how many may be outstanding."""
+        del slot  # there is none
+        self.tasks.pop((epoch, seq), None)
+        self._learn(nbytes)
+        return None
+
 
 _END_SECONDS = 8.0
 """Seconds that all threads of a pool together may take to end: as worker processes have."""
@@ -266,3 +302,37 @@ class ThreadWorkers:
 
 def _nothing() -> None:
     pass
+
+
+def is_shared(dataset: Any, *, iterable: bool) -> bool:
+    """Whether all worker threads may use this object."""
+    own = is_async_dataset(dataset) or is_stateful(dataset) or isinstance(dataset, (MapDataPipe, MessagedDataset))
+    return not (iterable or own)
+
+
+def own_copy(dataset: Any) -> Any:
+    """Return a copy for one worker. Of a plain object that cannot be copied as a whole, each attribute that can be
+    copied is, and the others (locks, connections) are shared.
+
+    Raises:
+        TypeError: it cannot be copied at all.
+    """
+    try:
+        return copy.deepcopy(dataset)
+    except Exception as error:
+        try:
+            made = object.__new__(type(dataset))
+            attributes = vars(dataset)
+        except TypeError:
+            raise TypeError(
+                f"each worker thread needs a {type(dataset).__name__} of its own, because it has a position, a state "
+                f"or an event loop, and it cannot be copied: {type(error).__name__}: {error}. Give its class a "
+                "__deepcopy__, or use worker processes"
+            ) from error
+    memo: dict[int, Any] = {id(dataset): made}
+    for name, value in attributes.items():
+        try:
+            made.__dict__[name] = copy.deepcopy(value, memo)
+        except Exception:
+            made.__dict__[name] = value
+    return made

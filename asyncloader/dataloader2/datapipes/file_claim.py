@@ -8,6 +8,7 @@ The kernel releases the lock of a process that ends, however it ends, so no proc
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -15,7 +16,6 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from asyncloader.plain_context import plain_context
 from asyncloader.transports.file_lock import same_file, try_lock, unlock, wait_for_lock
 
 _log = logging.getLogger("asyncloader")
@@ -24,7 +24,7 @@ _LOG_AFTER = 10.0
 """Seconds of waiting after which a warning is logged."""
 
 
-@plain_context
+@contextlib.contextmanager
 def claim(path: str, timeout: float) -> Generator[None]:
     """Have the right to write `path` within the block. Makes the file's directory if it is missing.
 

@@ -29,13 +29,12 @@ from asyncloader.dataloader2.utils.worker import Change, WorkerInfo, reset_graph
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.process_hooks import in_forked_child
-from asyncloader.workers.default_signals import set_worker_signals
-from asyncloader.workers.deferred_signals import handlers_deferred
+from asyncloader.workers.default_signals import handlers_deferred, set_worker_signals
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
-from asyncloader.workers.main_guard import found_in_main
+from asyncloader.workers.notebook_pickling import found_in_main
+from asyncloader.workers.process import start
 from asyncloader.workers.setup_payload import InheritedFd
-from asyncloader.workers.starting import start
 
 JOIN_S = 20.0
 """Seconds that the process gets to end before it is killed."""

@@ -5,6 +5,7 @@ Data path: none; it starts the nodes of a service. Batches do not pass through R
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -20,7 +21,6 @@ from typing import Any, Literal, Self
 
 from asyncloader.errors import ServiceUnavailable
 from asyncloader.integrations.ray.actors import Fleet, FleetOptions, FleetView, placed_at
-from asyncloader.plain_context import plain_context
 from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.placement.engine import Credentials, EngineNode
 
@@ -163,7 +163,7 @@ class RayWorkers:
 
     # ------------------------------------------------------------------------------------------ the fleet
 
-    @plain_context
+    @contextlib.contextmanager
     def _locked(self) -> Generator[None]:
         try:
             with self._lock:

@@ -102,8 +102,6 @@ class RemoteChannel:
             # A duplicate: the pool may close its own once the frame is sent.
             self._rings[number] = WorkerRing(os.dup(fds[0]), slots, slot_bytes)
             return True
-        if kind == wire.TRIM:
-            return True  # this would free the pages in the loop's thread, for milliseconds
         return self._link.send(kind, body)
 
     def _send_task(self, epoch: int, task: int, slot: int, ring: int, sent: float, index: bytes) -> bool:

@@ -43,9 +43,8 @@ from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DeathReport, read_record
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.setup import WorkerSetup
-from asyncloader.workers.ipc.channel import Channel
+from asyncloader.workers.ipc.channel import Channel, Watched
 from asyncloader.workers.ipc.peer_text import block_of, line_of
-from asyncloader.workers.ipc.watched import Watched
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.plain_context import plain_context
 from asyncloader.service.definition import load_definition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
@@ -138,7 +137,7 @@ async def _listen(node: Node, address: str) -> str:
         return await node.listen(address)
 
 
-@plain_context
+@contextlib.contextmanager
 def _named(option: str, advice: str) -> Generator[None]:
     """Context whose OSErrors name this option, and what to do: Python's own do not."""
     try:

@@ -28,10 +28,8 @@ from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import with_shard_check
 from asyncloader.telemetry.counters import Recorder
-from asyncloader.workers.fetch.assignment_client import assigns_shards
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset, is_async_stream
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, count_streams, is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.dataset_streams import count_streams
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel

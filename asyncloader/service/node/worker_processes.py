@@ -17,7 +17,6 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 from asyncloader.bridge import in_thread
-from asyncloader.plain_context import plain_context
 from asyncloader.service.node.hosted_connection import ConnectionOpening
 from asyncloader.service.node.worker_host import (
     DATASET_INFO,
@@ -200,7 +199,7 @@ class HostProcesses:
         """The number of processes that have the dataset."""
         return sum(each.ready for each in self._processes.values())
 
-    @plain_context
+    @contextlib.contextmanager
     def in_use(self) -> Generator[None]:
         """Context in which a loader is about to open a connection, and the processes are not idle."""
         self._users += 1

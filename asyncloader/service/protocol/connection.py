@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from asyncloader.service.protocol.frames import HEADER_BYTES, MOST_BODY, Header, pack_header, unpack_header
-from asyncloader.workers.ipc.send_queue import SendQueue, close_quietly
+from asyncloader.workers.ipc.channel import SendQueue, close_quietly
 
 _READ = 1 << 12  # small, because payload bytes that it reads are copied once more
 _SMALL = 96 << 10  # bytes of a payload that may be copied, and is sent together with its header

@@ -24,8 +24,8 @@ from asyncloader.service.protocol.records import Name, pack_record, read_record
 from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType, describe
+from asyncloader.workers.fetch.dataset_kinds import MOST_STREAMS
 from asyncloader.workers.fetch.dataset_state import Cursor, CursorPacker, PackedCursor
-from asyncloader.workers.fetch.dataset_streams import MOST_STREAMS
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart

@@ -13,7 +13,6 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, get_worker_info
 from asyncloader import AsyncDataLoader, DataLoader
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, AsyncStream, AsyncWholeBatches, BothStreams, Numbers
-from tests.helpers.meeting import Meeting
 from tests.helpers.running import BOTH, KINDS, assert_like_torch, collect, outcomes, run_async
 
 WORKERS = [0, 1, 2]
@@ -79,20 +78,6 @@ def test_epochs_of_an_async_dataset(kind: str, workers: int) -> None:
     """Shuffled epochs, with persistent workers where there are workers: order and generators afterwards are torch's."""
     options: dict[str, Any] = {"batch_size": 3, "shuffle": True, "num_workers": workers}
     assert_like_torch(kind, AsyncNumbers(50), twin=Numbers(50), epochs=3, persistent_workers=bool(workers), **options)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("workers", [0, 1])
-def test_samples_are_fetched_concurrently(kind: str, workers: int) -> None:
-    """All samples of a batch are in flight at a time, and stand in the batch in order."""
-    got = collect(kind, Meeting(12, 4), batch_size=4, num_workers=workers)
-    assert [batch.tolist() for batch in got] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-
-
-def test_batches_of_one_worker_are_fetched_concurrently() -> None:
-    """Two batches of two samples each, which wait for one another: the worker fetches both at the same time."""
-    got = collect("asyncio", Meeting(12, 4), batch_size=2, num_workers=1, prefetch_factor=2)
-    assert [batch.tolist() for batch in got] == [[i, i + 1] for i in range(0, 12, 2)]
 
 
 class InFlight(Dataset[Any]):

@@ -100,12 +100,6 @@ async def test_cancelled_start_goes_on() -> None:
         assert [float(batch[0, 0]) async for batch in batches] == [0.0, 100.0, 200.0, 300.0]
 
 
-async def test_closed_during_the_start() -> None:
-    """Closing while the workers start waits for them and stops them (the leak check would find them)."""
-    async with AsyncDataLoader[Any](Numbers(4), num_workers=1, multiprocessing_context="spawn") as loader:
-        await cancelled_after(1, anext(aiter(loader)))
-
-
 async def test_wait_for_that_expires_loses_nothing() -> None:
     """A deadline around `anext` may pass; a later call returns the batch."""
     opened = asyncio.Event()

@@ -163,35 +163,6 @@ def test_an_error_comes_in_its_place(kind: str, workers: int) -> None:
     assert kinds == [*good[:2], FileNotFoundError, *good[3:5], FileNotFoundError]
 
 
-class BrokenSampler:
-    """Raises instead of its third batch, and is exhausted then."""
-
-    def __iter__(self) -> Any:
-        yield from ([0, 1], [2, 3])
-        raise ConnectionError("no more indices")
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_samplers_error_comes_in_its_place(kind: str) -> None:
-    """Without workers, the error follows the batches that were requested before it; then the epoch is over."""
-    got = outcomes(kind, Fails(8, set()), batch_sampler=_Sized(BrokenSampler()))
-    assert [each.tolist() for each in got[:2]] == [[0, 1], [2, 3]]
-    assert got[2][0] is ConnectionError
-    assert len(got) == 3
-
-
-class _Sized:
-    """Adds a batch size, with which the sampler is read ahead."""
-
-    batch_size = 2
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-
-    def __iter__(self) -> Any:
-        return iter(self._sampler)
-
-
 async def _indices(n: int) -> Any:
     for index in range(n):
         await asyncio.sleep(0)

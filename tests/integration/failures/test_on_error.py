@@ -254,16 +254,6 @@ def test_state_counts_what_was_left_out(workers: int) -> None:
         assert_same(list(resumed), whole[taken:])
 
 
-def test_error_names_sample_and_worker() -> None:
-    """With "raise" the user's own error names the sample and the worker."""
-    batches = iter(DataLoader[Any](Rotten(8, {5}), batch_size=4, num_workers=1))
-    next(batches)
-    with pytest.raises(ValueError, match="bad jpeg 5") as caught:
-        next(batches)
-    (note,) = caught.value.__notes__
-    assert "sample index 5 (item 1 of the batch), in worker 0 (pid " in note
-
-
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_rank_without_a_batch_does_not_hang_the_others(kind: str, workers: int) -> None:

@@ -297,14 +297,6 @@ def test_worker_that_grows_is_replaced_between_tasks(kind: str, seed: int | None
     assert_same(got, expected)
 
 
-def test_retirements_are_counted() -> None:
-    """``stats()`` counts the workers that were replaced because they had grown."""
-    with DataLoader[Any](Growing(20), num_workers=1, recovery=Recovery(worker_memory_limit=5 << 20)) as loader:
-        assert len(list(loader)) == 20
-        assert loader.stats()["data/worker_retirements"] >= 1
-        assert loader.stats()["data/worker_restarts"] == 0
-
-
 class Accompanied(Growing):
     """Its process has a thread that never ends, for which the interpreter waits at exit."""
 

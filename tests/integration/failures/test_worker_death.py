@@ -215,23 +215,3 @@ def _kill_children() -> None:
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     deaths.wait()
-
-
-class Stopped(Dataset[Any]):
-    """Stops itself (SIGSTOP) at index 3: it does not answer, and SIGTERM does not reach it."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        if index == 3:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return index
-
-
-def test_a_stopped_worker_can_be_closed() -> None:
-    """Closing ends a worker that does not answer: it is asked to exit, terminated and at last killed."""
-    with DataLoader[Any](Stopped(), num_workers=1) as loader:
-        batches = iter(loader)
-        assert [int(next(batches)) for _ in range(3)] == [0, 1, 2]
-    assert not multiprocessing.active_children()

@@ -69,19 +69,6 @@ def test_programs_and_other_start_methods(method: str) -> None:
 # ------------------------------------------------------------------------------------------- children
 
 
-def test_a_child_that_fails_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With pidfds and without: `Child.wait` returns when the child ends, and raises with its output if it failed."""
-
-    def fails() -> None:
-        raise ValueError("the child's words")
-
-    for _ in range(2):
-        fork(lambda: None).wait()
-        with pytest.raises(AssertionError, match=r"exit code 1; (?s:.*)the child's words"):
-            fork(fails).wait()
-        monkeypatch.delattr(os, "pidfd_open", raising=False)
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_child_at_every_step(kind: str) -> None:

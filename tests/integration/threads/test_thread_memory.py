@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.memory import inline_collate, recycle
+from asyncloader.workers.memory import inline_collate
 from tests.helpers.running import PATIENCE_S
 
 BATCHES, BATCH_SIZE = 16, 3
@@ -75,13 +75,13 @@ def test_no_more_batches_exist_than_were_asked_for(
     of each worker. With one worker and prefetch_factor=1 that is one batch more than torch has without workers.
     """
     samples, batches, blocks = Alive(), Alive(), Alive()
-    allocate = recycle._allocate
+    allocate = inline_collate._allocate
 
     def counted(nbytes: int) -> mmap.mmap:
         found: mmap.mmap = blocks.add(allocate(nbytes))
         return found
 
-    monkeypatch.setattr(recycle, "_allocate", counted)
+    monkeypatch.setattr(inline_collate, "_allocate", counted)
     monkeypatch.setattr(inline_collate, "LARGE", 1)  # every batch lies in a block that is used again
 
     class Rows(Dataset[Any]):

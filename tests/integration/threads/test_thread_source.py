@@ -6,7 +6,7 @@ import asyncio
 import re
 import threading
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -326,21 +326,3 @@ def test_the_async_loader_leaves_its_loop_free() -> None:
         return turns
 
     assert run_async(run()) > 24
-
-
-class Stream:
-    """An async stream, one of each worker."""
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        info = get_worker_info()
-        assert info is not None
-        for number in range(info.id, 11, info.num_workers):
-            await asyncio.sleep(0)
-            yield number
-
-
-@KINDS
-def test_an_async_stream_is_shared_out(kind: str) -> None:
-    """`get_worker_info` answers in an async stream, too."""
-    got = [int(each) for batch in epoch(kind, Stream(), batch_size=3, **THREADED) for each in batch]
-    assert sorted(got) == list(range(11))

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers import deferred_signals
-from asyncloader.workers.deferred_signals import handlers_deferred
+from asyncloader.workers import default_signals
+from asyncloader.workers.default_signals import handlers_deferred
 from tests.helpers.forking import fork
 
 SIGNALS = signal.SIGUSR1, signal.SIGUSR2
@@ -61,7 +61,7 @@ def test_an_error_within_the_context(called: list[int]) -> None:
 def test_a_signal_that_comes_again_later(called: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made may hang: a second Ctrl-C after a second is handled at once."""
     times = iter((0.0, 2.0))
-    monkeypatch.setattr(deferred_signals, "monotonic", lambda: next(times))
+    monkeypatch.setattr(default_signals, "monotonic", lambda: next(times))
 
     def come_twice() -> None:
         with handlers_deferred():

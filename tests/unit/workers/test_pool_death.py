@@ -10,7 +10,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from asyncloader.workers.held_tasks import HeldTasks
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
 from asyncloader.workers.pool import WorkerPool
@@ -32,7 +31,6 @@ def test_the_last_answers_come_before_the_death(held_open: bool) -> None:
         _failed=False,
         _owner=os.getpid(),
         epoch=0,
-        held=HeldTasks([]),
     )
     sent = [bytes([number]) * 50_000 for number in range(3)]
     for answer in sent:
@@ -54,7 +52,6 @@ def test_a_killed_worker_that_ends_late_is_ended_once() -> None:
     vars(pool).update(
         processes=[process, other],
         rings=[],
-        held=HeldTasks([]),
         _unkillable=[process],
         _spare={other},
         _stop_lock=threading.RLock(),

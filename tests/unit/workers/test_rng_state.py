@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.workers.fetch.seeding import global_generators_kept
+from asyncloader.workers.fetch.seeding import global_generators_kept, restore_rng_state, save_rng_state
 from asyncloader.workers.fetch.setup import seed_worker
-from asyncloader.workers.rng_state import restore_rng_state, save_rng_state
 
 
 @pytest.fixture(autouse=True)

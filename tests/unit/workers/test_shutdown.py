@@ -193,13 +193,6 @@ def test_dead_worker_is_reaped(start: Started) -> None:
     assert one.released
 
 
-def test_second_call_finds_nothing_to_do(start: Started) -> None:
-    """Processes that were ended before are left alone."""
-    one = start(goes)
-    run([one])
-    assert run([one], wait=lambda processes, _: pytest.fail(f"waits for {processes}")) == []
-
-
 class Unkillable(WorkerProcess):
     """Like a process in an uninterruptible sleep: signals have no effect."""
 
@@ -308,8 +301,3 @@ def test_action_that_fails_does_not_keep_the_others(start: Started) -> None:
 
     assert run([one, two], clock=clock, wait=wait) == []
     assert [p.process.exitcode for p in (one, two)] == [-signal.SIGKILL, 0]
-
-
-def test_nothing_to_do() -> None:
-    """Without processes there is no wait."""
-    assert run([], wait=lambda processes, _: pytest.fail(f"waits for {processes}")) == []

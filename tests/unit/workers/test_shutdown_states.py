@@ -32,20 +32,6 @@ def test_ladder_of_one_that_does_nothing() -> None:
     assert machine.over
 
 
-def test_those_that_go_are_released_and_no_more() -> None:
-    """A process that exits when asked is never signalled."""
-    machine = Shutdown(2, 0.0)
-    assert machine.step(0.0, {0, 1}).ask == (0, 1)
-    step = machine.step(0.1, {1})
-    assert (step.release, step.terminate, step.kill) == ((0,), (), ())
-    machine.released(0)
-    step = machine.step(0.2, set())
-    assert (step.release, step.wait) == ((1,), 0.0)
-    machine.released(1)
-    assert machine.over
-    assert machine.given_up == ()
-
-
 def test_deaf_is_terminated_and_stopped_is_killed_at_once() -> None:
     """Steps that a process cannot notice are skipped, for that process alone."""
     machine = Shutdown(3, 0.0)
@@ -54,14 +40,6 @@ def test_deaf_is_terminated_and_stopped_is_killed_at_once() -> None:
     assert step.wait == 1.5
     step = machine.step(1.5, {0, 1})
     assert (step.terminate, step.kill, step.release) == ((), (1,), (2,))
-
-
-def test_stopped_later_is_killed_at_the_next_step() -> None:
-    """A process that is stopped after it was asked to end is killed without waiting."""
-    machine = Shutdown(1, 0.0)
-    machine.step(0.0, {0})
-    assert machine.step(0.5, {0}, stopped={0}).kill == (0,)
-    assert machine.step(0.6, {0}, stopped={0}).kill == ()
 
 
 def test_hurry_kills_all_again_but_gives_no_more_time() -> None:
@@ -85,11 +63,6 @@ def test_late_kill_still_has_its_time() -> None:
     step = machine.step(1001.5, {0})
     assert (step.kill, step.give_up) == ((0,), ())
     assert step.wait == 0.5
-
-
-def test_nothing_to_do() -> None:
-    """Without processes the machine is over from the beginning."""
-    assert Shutdown(0, 0.0).over
 
 
 # ------------------------------------------------------------------------------------ the pure part: all histories

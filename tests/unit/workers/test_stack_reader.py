@@ -50,16 +50,6 @@ def test_reader_keeps_the_last_64_kib() -> None:
     assert reader.fileno() == -1
 
 
-def test_ends_are_not_inherited_and_do_not_block() -> None:
-    """Programs that are started get neither end, and neither blocks."""
-    reader, write_fd = stack_pipe()
-    for fd in (reader.fileno(), write_fd):
-        assert not os.get_inheritable(fd)
-        assert not os.get_blocking(fd)
-    os.close(write_fd)
-    reader.close()
-
-
 def test_crash_trace_is_the_struck_thread() -> None:
     """The trace is the crashed thread's of the last dump; without a crash it is empty."""
     asked = 'Current thread 0x1 (most recent call first):\n  File "a", line 1 in asked\n'

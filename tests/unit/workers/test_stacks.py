@@ -24,7 +24,6 @@ from asyncloader.workers.stacks import (
     ask,
     crash_trace,
     install,
-    process_state,
     stack_pipe,
 )
 
@@ -136,14 +135,6 @@ async def test_all_threads_are_in_it() -> None:
         assert "in waiting_in_python\n" in report.text
 
 
-async def test_asked_twice_answers_twice() -> None:
-    """The second report has the second answer alone."""
-    with worker(stuck_in_c) as one:
-        for _ in range(2):
-            (report,) = await ask([one.target], SECONDS)
-            assert report.text.count("in stuck_in_c\n") == 1
-
-
 async def test_several_at_once_in_their_order() -> None:
     """A worker that cannot answer delays no other report; reports are in the order of the targets."""
     with worker(stuck_in_c) as one, worker(waiting_in_python) as two, worker(stuck_in_c) as dead:
@@ -248,11 +239,6 @@ async def test_reader_closed_meanwhile() -> None:
         assert "in stuck_in_c\n" in reports[1].text
 
 
-async def test_nobody_to_ask() -> None:
-    """Without targets there are no reports."""
-    assert await ask([], SECONDS) == []
-
-
 # ------------------------------------------------------------------------------------------------------- crashes
 
 
@@ -333,18 +319,3 @@ def test_main_process_keeps_its_handlers() -> None:
         assert one.reader.signal is not None
         assert [signal.getsignal(number) for number in signal.valid_signals()] == before
         assert [stacks._catches(os.getpid(), number) for number in range(1, signal.SIGRTMAX + 1)] == caught
-
-
-def test_process_state_in_words() -> None:
-    """The states of a running, a stopped, an exited but unreaped, and a reaped process."""
-    assert process_state(os.getpid()) == "running"
-    with worker(waiting_in_python, installs=False) as one:
-        pid = one.pid
-        os.kill(pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
-        assert process_state(pid) == "stopped by a signal (SIGSTOP)"
-        os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert process_state(pid) == "zombie"
-        one.process.join()
-        assert process_state(pid) == "unknown"

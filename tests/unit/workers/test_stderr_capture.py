@@ -83,25 +83,6 @@ def test_last_words_outlive_the_process(how: str) -> None:
     assert words.endswith("from a child")
 
 
-def _crash(fd: int) -> None:
-    import faulthandler
-
-    faulthandler.disable()
-    faulthandler.enable()  # to the present descriptor 2
-    with captured_stderr(fd):
-        ctypes.string_at(0)
-
-
-def test_the_stack_of_a_crash_is_kept() -> None:
-    """The file has the output that faulthandler writes to descriptor 2 while the process dies."""
-    fd = make_capture_file()
-    ended = in_child(_crash, fd)
-    assert ended.exitcode == -signal.SIGSEGV
-    words = read_tail(fd, lines=1000)
-    assert "Segmentation fault" in words
-    assert "_crash" in words
-
-
 def _begun(fd: int) -> None:
     sys.stderr.write("before, ")
     with captured_stderr(os.dup(fd)):
@@ -212,16 +193,6 @@ def test_the_last_lines_are_read() -> None:
     assert len(read_tail(written(text)).splitlines()) == 20
 
 
-def test_silence_is_an_empty_text() -> None:
-    """The tail of a task that wrote nothing is empty."""
-    assert read_tail(make_capture_file()) == ""
-
-
-def test_bytes_that_are_no_text_are_read_as_far_as_they_are() -> None:
-    """Broken bytes are replaced, and raise no error."""
-    assert read_tail(written(b"\xff\xfebad \xc3\n")) == "\ufffd\ufffdbad \ufffd"
-
-
 def test_of_very_much_only_the_end_is_read() -> None:
     """A gigabyte in one line costs kilobytes."""
     fd = written(b"begin")
@@ -230,10 +201,3 @@ def test_of_very_much_only_the_end_is_read() -> None:
     assert text.endswith("end")
     assert len(text) <= 16 << 10
     assert "begin" not in text
-
-
-def test_reading_takes_the_descriptor() -> None:
-    """`read_tail` closes the descriptor."""
-    fd = written(b"words")
-    read_tail(fd)
-    assert not is_open(fd)

@@ -10,10 +10,10 @@ import pytest
 from torch.utils.data import DataLoader
 
 from asyncloader.errors import ShardError
-from asyncloader.workers import tracebacks
-from asyncloader.workers.tracebacks import hide_our_frames
+from asyncloader.workers import error_pickle
+from asyncloader.workers.error_pickle import hide_our_frames
 
-OURS = tracebacks.__file__  # code that is compiled under this name passes for the loader's
+OURS = error_pickle.__file__  # code that is compiled under this name passes for the loader's
 
 
 def of_the_loader(source: str) -> Callable[..., Any]:

@@ -7,14 +7,6 @@ from tests.unit.workers.clock import Clock
 from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watching
 
 
-def test_without_a_task_there_is_no_timer(clock: Clock, on_timeout: Timeouts) -> None:
-    """Idle workers never time out, and need no timer."""
-    watching(clock, on_timeout, workers=3)
-    assert clock.timers == []
-    clock.at(1000)
-    assert on_timeout == []
-
-
 def test_a_task_that_takes_too_long_times_out(clock: Clock, on_timeout: Timeouts) -> None:
     """A timeout is reported at the deadline, once, with the seconds that the task took."""
     watchdog = watching(clock, on_timeout)
@@ -99,16 +91,6 @@ def test_each_worker_has_its_own_deadline(clock: Clock, on_timeout: Timeouts) ->
     assert on_timeout == [(0, 5.0), (2, 5.0)]
 
 
-def test_timeouts_at_one_time_are_reported_together(clock: Clock, on_timeout: Timeouts) -> None:
-    """A loop that is a little late reports all timeouts due by then, with the time that the tasks really took."""
-    watchdog = watching(clock, on_timeout, workers=2)
-    watchdog.assigned(0, 0)
-    clock.at(0.5)
-    watchdog.assigned(1, 1)
-    clock.jump(5.75)
-    assert on_timeout == [(0, 5.75), (1, 5.25)]
-
-
 # ------------------------------------------------------------------------------------------------- start-up
 
 
@@ -181,26 +163,6 @@ def test_another_workers_start_up_delays_no_timeout(clock: Clock, on_timeout: Ti
 # ---------------------------------------------------------------------------------------------------- ends
 
 
-def test_a_worker_times_out_once(clock: Clock, on_timeout: Timeouts) -> None:
-    """The worker is being killed: no second timeout is reported, even if it had several tasks."""
-    watchdog = watching(clock, on_timeout)
-    for seq in range(3):
-        watchdog.assigned(0, seq)
-    clock.at(200)
-    assert on_timeout == [(0, 5.0)]
-
-
-def test_void_tasks_have_no_deadline(clock: Clock, on_timeout: Timeouts) -> None:
-    """The tasks of a worker whose stream has ended are void."""
-    watchdog = watching(clock, on_timeout)
-    watchdog.assigned(0, 0)
-    watchdog.assigned(0, 1)
-    watchdog.forget(0)
-    clock.at(100)
-    assert on_timeout == []
-    assert clock.timers == []
-
-
 def test_close_drops_all_deadlines(clock: Clock, on_timeout: Timeouts) -> None:
     """After `close` there is no timer and no timeout; closing twice is fine."""
     watchdog = watching(clock, on_timeout, workers=2)
@@ -226,14 +188,3 @@ def test_closing_while_it_tells(clock: Clock) -> None:
     clock.at(100)
     assert told == [0]
     assert clock.timers == []
-
-
-def test_an_answer_to_a_forgotten_task_is_ignored(clock: Clock, on_timeout: Timeouts) -> None:
-    """A late answer to a forgotten task is ignored."""
-    watchdog = watching(clock, on_timeout)
-    watchdog.assigned(0, 0)
-    watchdog.forget(0)
-    watchdog.answered(0, 0)
-    watchdog.assigned(0, 1)
-    clock.at(5)
-    assert on_timeout == [(0, 5.0)]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.workers.watchdog import START_SECONDS, TaskWatchdog
 from tests.unit.workers.clock import Clock
-from tests.unit.workers.watching import SECONDS, Timeouts, nothing_sent, watching
+from tests.unit.workers.watching import Timeouts, watching
 
 # ------------------------------------------------------------------------------------------- our own delay
 
@@ -28,39 +27,6 @@ def test_unread_frames_are_read_before_a_timeout(clock: Clock, on_timeout: Timeo
     clock.at(50)
     assert asked == [0, 1]
     assert on_timeout == []
-
-
-def test_the_next_task_of_one_that_caught_up_has_its_whole_time(clock: Clock, on_timeout: Timeouts) -> None:
-    """After an answer that is read late, the next task has its full time."""
-    unread = [0]
-
-    def catch_up(worker: int) -> None:
-        if unread:
-            watchdog.answered(worker, unread.pop())
-
-    watchdog = watching(clock, on_timeout, catch_up=catch_up)
-    watchdog.assigned(0, 0)
-    watchdog.assigned(0, 1)
-    clock.at(9.9)
-    assert on_timeout == []
-    clock.at(10)
-    assert on_timeout == [(0, 5.0)]
-
-
-def test_catching_up_may_give_tasks(clock: Clock, on_timeout: Timeouts) -> None:
-    """An answer may lead to another task, of any worker: that task is watched from then on."""
-
-    def catch_up(worker: int) -> None:
-        if worker == 0:
-            watchdog.answered(0, 0)
-            watchdog.assigned(1, 1)
-
-    watchdog = watching(clock, on_timeout, workers=2, catch_up=catch_up)
-    watchdog.assigned(0, 0)
-    clock.at(9.9)
-    assert on_timeout == []
-    clock.at(10)
-    assert on_timeout == [(1, 5.0)]
 
 
 def test_catching_up_may_find_its_end(clock: Clock, on_timeout: Timeouts) -> None:
@@ -93,18 +59,6 @@ def test_a_loop_that_was_held_up_restarts_all_deadlines(clock: Clock, on_timeout
     assert on_timeout == []
     clock.at(35)
     assert on_timeout == [(0, 5.0)]
-
-
-def test_a_start_up_that_was_held_up_has_another_minute(clock: Clock, on_timeout: Timeouts) -> None:
-    """A worker that was suspended with the job could not start either."""
-    watchdog = TaskWatchdog(clock, SECONDS, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
-    watchdog.starts(0)
-    watchdog.assigned(0, 0)
-    clock.jump(1000)
-    clock.at(1000 + START_SECONDS - 0.1)
-    assert on_timeout == []
-    clock.at(1000 + START_SECONDS)
-    assert on_timeout == [(0, START_SECONDS)]
 
 
 def test_a_short_delay_of_the_loop_extends_no_deadline(clock: Clock, on_timeout: Timeouts) -> None:

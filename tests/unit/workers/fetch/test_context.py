@@ -63,16 +63,6 @@ async def test_it_is_entered_once_and_left_in_the_same_task() -> None:
     assert len(dataset.left) == 1
 
 
-async def test_nothing_to_enter_costs_nothing() -> None:
-    """No task is made for a dataset without a context."""
-    context = DatasetContext([1])
-    before = asyncio.all_tasks()
-    assert not context.needed
-    await context.open()
-    assert asyncio.all_tasks() == before
-    assert await context.close() is None
-
-
 async def test_an_error_is_raised_to_all_and_tried_again() -> None:
     """Contexts that were entered before the error are left again."""
     first, second = Opens(), Opens(broken=1)

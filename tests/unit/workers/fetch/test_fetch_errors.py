@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import Subset
 
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample, substitute_index
@@ -50,23 +49,6 @@ async def test_a_batch_comes_without_its_bad_samples(kind: Any, mode: str) -> No
         single = kind if kind in (Map, AsyncMap) else (AsyncMap if kind is AsyncGetitems else Map)
         whole = await fetch(reader(single(), seeded=SEEDED), (20, batch))
         assert found == [whole[0], whole[2], whole[4]]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
-async def test_a_good_batch_is_the_same_with_a_policy(kind: Any, mode: str) -> None:
-    """Nothing is recorded, and every random number is that of a loader without a policy."""
-    bad: list[SkippedSample] = []
-    torch.manual_seed(5)
-    found = await fetch(reader(kind(), SKIP, seeded=MODES[mode]), at(mode, 20, [3, 1, 2]), bad)
-    assert bad == []
-    assert indices(found) == [3, 1, 2]
-    if mode == "seeded" or kind is Map:
-        torch.manual_seed(5)
-        without = await fetch(reader(kind(), seeded=MODES[mode]), at(mode, 20, [3, 1, 2]))
-        assert [sample[2:] if mode == "torch" else sample for sample in found] == [
-            sample[2:] if mode == "torch" else sample for sample in without
-        ]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -167,12 +167,6 @@ async def test_batches_made_at_once_are_seeded_at_once() -> None:
     assert found[0] != found[1]
 
 
-async def test_single_samples_are_those_of_batches() -> None:
-    """A position's sample is equal without automatic batching."""
-    single = await reader(Map(), auto_collation=False, batch_size=None, collate=tuple).fetch_async((7, 3))
-    assert single == (3, *at_sample(7))
-
-
 @pytest.mark.parametrize("in_worker", [False, True])
 async def test_the_users_collation_is_exact(in_worker: bool) -> None:
     """Collation is not concurrent: it may draw from the global generators, without a warning."""
@@ -263,14 +257,3 @@ async def test_a_stateful_stream_goes_on_at_any_batch(seeded: Any) -> None:
         assert numbers(rest) == numbers(whole[count:])
         if seeded is not None:
             assert rest == whole[count:]
-
-
-async def test_a_new_epoch_begins_anew() -> None:
-    """After an abandoned epoch the next is complete, with other random numbers."""
-    one = reader(StatefulStream())
-    first = [await one.fetch_async(None) for _ in range(2)]
-    one.begin(EpochStart(epoch=1))
-    second = await rest_of(one)
-    assert numbers(second) == list(range(LENGTH))
-    assert second[:2] != first
-    assert second == await rest_of(reader(StatefulStream(), EpochStart(epoch=1)))

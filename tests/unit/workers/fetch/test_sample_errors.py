@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -150,19 +149,6 @@ def test_a_coroutine_function_needs_an_async_dataset() -> None:
     assert bad == []
 
 
-async def test_a_coroutine_function_is_awaited() -> None:
-    """A plain function's result is used as it is."""
-
-    async def ask(index: Any, error: Exception) -> Any:
-        return index, str(error)
-
-    for function in (ask, lambda index, error: (index, str(error))):
-        bad: list[SkippedSample] = []
-        one = handler(ErrorPolicy(function), asynchronous=True)
-        assert await one.handle(1, None, raised(ValueError("bad")), bad) == (1, "bad")
-        assert [record.action for record in bad] == ["replaced"]
-
-
 # -------------------------------------------------------------------------------------------------- refill
 
 
@@ -177,24 +163,6 @@ def test_a_substitute_is_a_pure_function(seed: int, epoch: int, position: int, a
 def test_substitutes_do_not_change_between_versions() -> None:
     """Runs that are to be repeated depend on them."""
     assert [substitute_index(1, 2, 3, attempt, 1000) for attempt in range(4)] == [234, 388, 915, 276]
-
-
-def test_substitutes_are_uniform() -> None:
-    """Over 20000 positions the 20 indices are equally frequent: chi-squared below its 1 - 1e-6 quantile (19 df)."""
-    counts = Counter(substitute_index(5, 0, position, 0, 20) for position in range(20_000))
-    assert sum((counts[index] - 1000) ** 2 / 1000 for index in range(20)) < 66.0
-
-
-def test_epochs_positions_and_attempts_have_their_own() -> None:
-    """Substitutes differ if the seed, the epoch, the position or the attempt does."""
-    found = {
-        substitute_index(seed, epoch, position, attempt, 2**40)
-        for seed in (0, 1)
-        for epoch in (0, 1)
-        for position in (0, 1)
-        for attempt in (0, 1)
-    }
-    assert len(found) == 16
 
 
 def make(good: set[int], made: list[int]) -> Any:
@@ -274,13 +242,3 @@ def test_nothing_is_substituted_where_it_cannot_be(policy: ErrorPolicy, position
         is DROPPED
     )
     assert made == []
-
-
-def test_no_interrupt_is_taken_for_a_bad_sample() -> None:
-    """A BaseException that is no Exception ends the making of substitutes."""
-
-    def interrupted(index: int) -> Any:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_blocking(handler(REFILL).handle(7, 1, raised(ValueError("bad")), [], interrupted))

@@ -6,7 +6,6 @@ import asyncio
 import random
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -68,25 +67,6 @@ def test_keys_are_the_same_for_ever() -> None:
     drawn = of_sample(7, 3, 11)
     assert drawn[0] == (0.7289661999803122, 0.04756743428245713, 0.06199544668197632)
     assert drawn[1] == (0.16709027621920192, 0.8098628199519082, 0.007571816444396973)
-
-
-def test_keys_are_those_of_splitmix() -> None:
-    """A sample's key is SplitMix64's output at its position."""
-    for seed, epoch, position in ((7, 3, 11), (0, 0, 0), (1 << 63, 5, 1 << 40)):
-        SampleSeeder(seed, epoch).sample(position)
-        assert sample_rng().random.random() == random.Random(_key_random(seed, epoch, position)).random()
-
-
-def _key_random(seed: int, epoch: int, position: int) -> int:
-    """The seed of a sample's `random`, computed independently from SplitMix64's definition."""
-    mask = (1 << 64) - 1
-
-    def mix(z: int) -> int:
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    return mix(mix((derive(seed, "sample", epoch) + position * 0x9E3779B97F4A7C15) & mask) ^ 3)
 
 
 @settings(deadline=None)
@@ -154,13 +134,6 @@ def test_global_generators_differ_from_one_another() -> None:
     """torch's and numpy's engines are the same, but they get different seeds."""
     SampleSeeder(1, 0).sample(0)
     assert int(np.random.randint(1 << 32, dtype=np.uint32)) != int(torch.randint(1 << 32, ()).item())
-
-
-def test_derived_numbers_differ() -> None:
-    """Each combination of seed and words gives another number, of 64 bits."""
-    numbers = [derive(seed, *words) for seed in range(50) for words in ((), (0,), (1,), ("a",), ("a", 0), (0, "a"))]
-    assert len(set(numbers)) == len(numbers)
-    assert 1 << 60 < max(numbers) < 1 << 64
 
 
 @pytest.mark.thorough
@@ -287,27 +260,6 @@ async def test_threads_with_the_context() -> None:
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(copy_context().run, sample_rng).result() is rng
         assert pool.submit(sample_rng).result() is not rng
-
-
-def test_threads_at_the_same_time() -> None:
-    """Two threads that make samples at once do not see each other's sample."""
-    met = threading.Barrier(2)
-    found: dict[int, Any] = {}
-
-    def work(position: int) -> None:
-        SampleSeeder(1, 0, concurrent=True).sample(position)
-        met.wait()
-        found[position] = own_drawn()
-        met.wait()
-
-    threads = [threading.Thread(target=work, args=(position,)) for position in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for position in (1, 2):
-        SampleSeeder(1, 0, concurrent=True).sample(position)
-        assert found[position] == own_drawn()
 
 
 # ------------------------------------------------------------------------------- the process's generators

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.fetch.data_end import EndOfData
+from asyncloader.workers.fetch.data_end import MAX_CONSECUTIVE, EndOfData, StreamErrors
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.fetch.stream_errors import MAX_CONSECUTIVE, StreamErrors
 from tests.unit.workers.fetch.raising import (
     MODES,
     SEEDED,

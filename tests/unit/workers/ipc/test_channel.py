@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -54,13 +53,6 @@ def test_frames_arrive_in_order(pair: tuple[Channel, Channel]) -> None:
     assert list(ours.receive()) == [(wire.RESULT, b"three")]
 
 
-def test_nothing_to_read_gives_nothing(pair: tuple[Channel, Channel]) -> None:
-    """Without `wait` an empty socket is no end and no error, also at the blocking end."""
-    for channel in pair:
-        assert list(channel.receive()) == []
-        assert not channel.ended
-
-
 def test_end_of_stream_is_noticed(pair: tuple[Channel, Channel]) -> None:
     """Closing the other end sets `ended`, after the frames that it had sent."""
     ours, theirs = pair
@@ -87,16 +79,6 @@ def test_sending_to_a_closed_end_raises(pair: tuple[Channel, Channel]) -> None:
     theirs.close()
     with pytest.raises(ConnectionError):
         ours.send(wire.pack(wire.STOP))
-
-
-def test_received_counts_bytes(pair: tuple[Channel, Channel]) -> None:
-    """The count of bytes shows whether anything new has arrived."""
-    ours, theirs = pair
-    frame = wire.pack(wire.RESULT, b"12345")
-    theirs.send(frame)
-    assert ours.received == 0
-    list(ours.receive())
-    assert ours.received == len(frame)
 
 
 def test_descriptors_arrive_with_their_frames(pair: tuple[Channel, Channel]) -> None:
@@ -220,15 +202,6 @@ def test_no_descriptor_left_is_an_error_of_its_frame(pair: tuple[Channel, Channe
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for filler in [*fillers, fd]:
             os.close(filler)
-
-
-def test_pair_is_ours_and_theirs() -> None:
-    """The main process's end never blocks; the worker's does."""
-    ours, theirs = channel_pair()
-    assert (ours.getblocking(), theirs.getblocking()) == (False, True)
-    assert ours.family == socket.AF_UNIX
-    ours.close()
-    theirs.close()
 
 
 def test_the_memory_of_small_frames_that_wait(pair: tuple[Channel, Channel]) -> None:

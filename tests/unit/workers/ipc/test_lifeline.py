@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -266,23 +265,6 @@ def test_close_in_a_worker_leaves_other_files_alone() -> None:
     assert process.exitcode == 0
     process.close()
     lifeline.close()
-
-
-def test_write_end_is_not_inherited_by_programs() -> None:
-    """Both ends are close-on-exec."""
-    lifeline = Lifeline()
-    assert not os.get_inheritable(lifeline.fd)
-    assert not os.get_inheritable(lifeline._write_fd)
-    lifeline.close()
-
-
-def test_hold_says_when_it_cannot() -> None:
-    """A descriptor that cannot be opened again (a socket) holds nothing, and is closed."""
-    ours, theirs = socket.socketpair()
-    number = theirs.detach()
-    assert hold(number) is False
-    assert ours.recv(1) == b""  # the other end is closed
-    ours.close()
 
 
 def test_hold_needs_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from asyncloader.workers.ipc.send_queue import SendQueue
+from asyncloader.workers.ipc.channel import SendQueue
 
 
 class Taker:

@@ -25,8 +25,6 @@ def test_task_round_trip() -> None:
 
 def test_ring_round_trip() -> None:
     """A ring's announcement carries the number, the slots, and the bytes per slot, also beyond 4 GB."""
-    kind, body = only_frame(wire.pack_trim(3, 7))
-    assert (kind, wire.unpack_trim(body)) == (wire.TRIM, (3, 7))
     kind, body = only_frame(wire.pack_ring(1, 8, 1 << 40))
     assert (kind, wire.unpack_ring(body)) == (wire.RING, (1, 8, 1 << 40))
 

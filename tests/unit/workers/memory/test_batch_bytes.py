@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.workers.memory.batch_bytes import batch_nbytes
+from asyncloader.workers.memory.leaves import batch_nbytes
 
 ROW = torch.zeros(3)  # 12 bytes
 

@@ -138,13 +138,6 @@ def test_gaps_are_left_out_in_the_order_of_the_dimensions() -> None:
     assert round_trip(image[:, :1].expand(8, 5, 64)).stride() == (1, 0, 8)
 
 
-def test_expanded_tensor_travels_once() -> None:
-    """An expanded tensor takes the memory of its one row."""
-    encoded = Encoder().encode(torch.zeros(16).expand(1000, 16))
-    assert encoded.nbytes == 64
-    assert view(encoded).stride() == (0, 1)
-
-
 SHARING: dict[str, Callable[..., Any]] = {
     "the same tensor twice": lambda t: [t, t],
     "view and whole": lambda t: [t, t[2:5]],
@@ -233,12 +226,6 @@ def test_lazy_conjugate_keeps_its_values() -> None:
     assert round_trip(value.imag).tolist() == [-2.0, 4.0]
 
 
-def test_attributes_of_a_tensor_travel() -> None:
-    """An attribute that a user has set on a tensor is kept."""
-    got = round_trip(labelled(torch.arange(3)))
-    assert (got.tolist(), got.label) == ([0, 1, 2], "kept")
-
-
 @pytest.mark.filterwarnings("ignore:.*quantized", "ignore:torch.quantize", "ignore:TypedStorage")
 def test_quantized_tensor() -> None:
     """A quantized tensor keeps values, scale and zero point."""
@@ -268,21 +255,6 @@ def test_flags_of_every_dtype(kind: str) -> None:
             got = through(Encoder().encode(value))
             assert_same(got, value)
             assert (got.stride(), vars(got)) == (value.stride(), vars(value))
-
-
-NEW_DTYPES: dict[str, Callable[..., Any]] = {
-    "attribute": labelled,
-    "subclass": lambda t: t.as_subclass(Tagged),
-}
-
-
-@pytest.mark.parametrize("kind", NEW_DTYPES)
-def test_new_dtypes_that_are_not_plain(kind: str) -> None:
-    """Tensors with rules of their own are read back also for the dtypes that torch pickles in its newer way."""
-    value = NEW_DTYPES[kind](torch.arange(3).to(torch.uint16))
-    got = round_trip(value)
-    assert_same(got, value)
-    assert vars(got) == vars(value)
 
 
 def test_nested_tensor() -> None:

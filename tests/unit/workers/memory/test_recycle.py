@@ -6,8 +6,8 @@ import gc
 
 import torch
 
-from asyncloader.workers.memory import recycle
-from asyncloader.workers.memory.recycle import Recycler
+from asyncloader.workers.memory import inline_collate
+from asyncloader.workers.memory.inline_collate import Recycler
 
 
 def address(tensor: torch.Tensor) -> int:
@@ -33,7 +33,7 @@ def test_pieces_of_another_size_are_not_kept_for_long() -> None:
     recycler = Recycler()
     for pages in range(1, 20):
         recycler.take(4096 * pages)
-    assert len(recycler._free) <= recycle._KEPT
+    assert len(recycler._free) <= inline_collate._KEPT
     assert len(recycler._leases) <= 1
 
 

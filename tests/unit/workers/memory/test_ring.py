@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import mmap
 import os
 import sys
 import threading
@@ -58,13 +57,6 @@ def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
     assert memory() is None
 
 
-def test_slots_are_handed_out_until_none_is_left() -> None:
-    """Each slot is given once; then `take` returns None, which is no error."""
-    ring = new_ring()
-    assert [ring.take() for _ in range(5)] == [0, 1, 2, 3, 4]
-    assert ring.take() is None
-
-
 def test_last_in_first_out() -> None:
     """The slot that was released last is used first: it is warm, and the others may never be touched."""
     ring = new_ring()
@@ -110,17 +102,6 @@ def test_whatever_shares_the_memory_keeps_the_slot(derive: object) -> None:
     assert free(ring) == 4
     del view
     assert free(ring) == 5
-
-
-def test_a_clone_does_not_keep_the_slot() -> None:
-    """A clone has memory of its own and outlives the lease."""
-    ring = new_ring()
-    batch = lend(ring)
-    batch.fill_(7)
-    clone = batch.clone()
-    del batch
-    assert free(ring) == 5
-    assert clone.tolist() == [7] * 64
 
 
 def test_leases_end_in_any_order() -> None:
@@ -172,17 +153,6 @@ def test_lease_covers_what_the_batch_needs_and_no_more() -> None:
     assert ctypes.sizeof(anchor) == 100
     assert ring.look(slot, PAGE).raw[:101] == b"\x09" * 100 + b"\x00"
     assert not any(ring.look(0, PAGE).raw)
-
-
-def test_looking_takes_no_lease() -> None:
-    """The end of a look does not free the slot."""
-    ring = new_ring()
-    slot = ring.take()
-    assert slot is not None
-    ring.look(slot, 10)
-    assert (ring.leased, free(ring)) == (0, 4)
-    ring.give_back(slot)
-    assert free(ring) == 5
 
 
 def test_stale_release_is_ignored() -> None:
@@ -351,39 +321,6 @@ def test_worker_reserves_pages_on_first_use() -> None:
     assert allocated() == 2 * PAGE
 
 
-@pytest.mark.skipif(not hasattr(mmap, "MADV_REMOVE"), reason="Linux alone returns the pages of a mapping")
-def test_a_trimmed_slot_has_no_memory_until_it_is_used_again() -> None:
-    """Its pages are freed for both sides, the other slots' stay; its next use allocates them before it writes."""
-    ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
-    assert ring.fd is not None
-    worker = WorkerRing(os.dup(ring.fd), ring.slots, ring.slot_bytes)
-    for slot in (1, 3):
-        start = worker.offset(slot, PAGE)
-        worker.memory[start : start + 4] = b"full"
-    worker.trim(3)
-    worker.trim(3)
-    worker.trim(4)  # never used
-    assert os.fstat(worker.fd).st_blocks * 512 == PAGE
-    assert ring.look(3, 4).raw == bytes(4)
-    assert ring.look(1, 4).raw == b"full"
-    worker.trim(3)  # the consumer's look has brought its page back, which the worker does not know of
-    worker.offset(3, PAGE)
-    assert os.fstat(worker.fd).st_blocks * 512 == 2 * PAGE
-
-
-def test_the_slot_that_rested_longest_is_unneeded() -> None:
-    """Of the slots that were used, the one that was freed first; none that is in use, or was never used."""
-    ring = Ring(slots=5, slot_bytes=PAGE, credits=2)
-    taken = [ring.take() for _ in range(3)]
-    assert (taken, ring.in_use) == ([0, 1, 2], 3)
-    ring.touched.update((0, 1, 2))
-    assert ring.unneeded() is None
-    ring.give_back(2)
-    ring.give_back(0)
-    assert ring.in_use == 1
-    assert [ring.unneeded() for _ in range(3)] == [2, 0, None]
-
-
 def test_oneoff_segment_lives_as_long_as_its_view() -> None:
     """When a one-off segment's descriptor is closed, its bytes stay with the view."""
     fd = segment.create(PAGE)
@@ -391,11 +328,3 @@ def test_oneoff_segment_lives_as_long_as_its_view() -> None:
     anchor = oneoff_anchor(fd, 3)
     os.close(fd)
     assert anchor.raw == b"abc"
-
-
-def test_repr_counts_the_slots() -> None:
-    """The repr shows sizes and states."""
-    ring = new_ring()
-    batch = lend(ring)
-    assert repr(ring) == "<Ring 0: 5 slots x 4096 bytes, 4 free, 1 leased, 0 retired>"
-    del batch

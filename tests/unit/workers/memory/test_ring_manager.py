@@ -57,16 +57,6 @@ def test_an_unused_slot_comes_back_with_the_answer(manager: RingManager, slot: i
     assert ring.idle
 
 
-def test_task_without_a_slot_says_so(manager: RingManager) -> None:
-    """When no slot is free the task is sent without one, and its answer is accepted."""
-    ring = sent(manager)
-    slots = [manager.assign(0, seq)[1] for seq in range(ring.slots)]
-    assert sorted(slots) == list(range(ring.slots))
-    assert manager.assign(0, 99) == (0, wire.NO_SLOT)
-    assert manager.answered(0, 99, wire.ONEOFF, 10) is None
-    assert ring.take() is None
-
-
 def test_ring_grows_to_the_batch_that_did_not_fit(manager: RingManager) -> None:
     """After a batch too large for its slot, the next ring has slots for it, and another number."""
     sent(manager)
@@ -90,14 +80,6 @@ def test_a_bound_leaves_out_slots(manager: RingManager, room: int, slots: int) -
     got = [manager.assign(1, task)[1] for task in range(slots + 1)]
     assert sorted(got) == [wire.NO_SLOT, *range(slots)]
     assert manager.replacement(size) is None  # a ring that was sent stays
-
-
-def test_a_small_oneoff_does_not_grow_the_ring(manager: RingManager) -> None:
-    """A batch that was one-off only because no slot was free does not ask for a larger ring."""
-    sent(manager)
-    manager.assign(0, 0)
-    manager.answered(0, 0, wire.ONEOFF, 10)
-    assert manager.replacement() is None
 
 
 def test_growth_takes_the_largest_of_several(manager: RingManager) -> None:
@@ -262,17 +244,6 @@ def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingManag
         assert reorder_window * ring.slot_bytes <= RUN_AHEAD_BYTES
 
 
-def test_running_ahead_does_not_come_back(ahead: RingManager) -> None:
-    """Small batches after a large batch change nothing: the number of slots and their size stay."""
-    sent(ahead)
-    ahead.answered(0, 0, wire.ONEOFF, 30 << 20)
-    ring = sent(ahead)
-    ahead.assign(0, 1)
-    ahead.answered(0, 1, wire.ONEOFF, 10)
-    assert (ahead.reorder_window, ahead.replacement()) == (1, None)
-    assert ring.slots == slot_count(2) + 1
-
-
 @pytest.mark.parametrize("reorder_window", [0, 1, 16, 1000])
 @pytest.mark.parametrize("pages", [8, 9, 10, 25, 100, 1000])
 def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, reorder_window: int) -> None:
@@ -290,14 +261,3 @@ def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, reorder_window: i
         manager.assign(0, seq)
         manager.answered(0, seq, wire.ONEOFF, 100 << seq // 2)
     manager.close()
-
-
-def test_without_running_ahead_nothing_changes() -> None:
-    """A `reorder_window` of 0 gives the ring of torch mode, with a bound and without."""
-    for ring_bytes in (None, 100 * PAGE):
-        manager = RingManager(2, ring_bytes)
-        sent(manager)
-        assert manager.reorder_window == 0
-        assert manager.ring
-        assert manager.ring.slots == slot_count(2)
-        manager.close()

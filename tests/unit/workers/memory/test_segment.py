@@ -68,14 +68,6 @@ def test_unlinked_fallback_is_anonymous_too() -> None:
     assert memory[8191] == 7
 
 
-def test_create_uses_the_fallback_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a system without memfd_create a segment is made nevertheless."""
-    monkeypatch.delattr(os, "memfd_create")
-    fd = segment.create(4096)
-    assert os.fstat(fd).st_size == 4096
-    os.close(fd)
-
-
 def test_impossible_size_is_a_memory_error() -> None:
     """The error for a size that no file can have names the size, and no descriptor is left (the leak check looks)."""
     with pytest.raises(RingMemoryError, match=r"9,223,372,036,854,775,808 bytes.*ftruncate"):
