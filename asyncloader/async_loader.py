@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import os
 import weakref
-from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
@@ -23,7 +22,6 @@ from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.loader_trace import finish_trace
 from asyncloader.options.auto import SETTABLE, is_auto, set_later
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -247,7 +245,7 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         if state.keeper.grouped:
             await shielded(in_thread(state.keeper.retire_group))
         if state.statistics.trace is not None:
-            await shielded(in_thread(partial(finish_trace, state.statistics)))
+            await shielded(in_thread(state.statistics.finish_trace))
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def close(self) -> None:
@@ -264,7 +262,7 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         if rings := kept_rings_of(self._spec):
             rings.close()
         state.keeper.retire_group()
-        finish_trace(state.statistics)
+        state.statistics.finish_trace()
         release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def state_dict(self) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers,
 from asyncloader.errors import StateError
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.loader_trace import finish_trace
 from asyncloader.never_iterated import taken, warn_if_replaced
 from asyncloader.options.auto import SETTABLE, set_later
 from asyncloader.options.declaration import (
@@ -156,7 +155,7 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         if rings := kept_rings_of(self):
             rings.close()
         state.keeper.retire_group()
-        finish_trace(state.statistics)
+        state.statistics.finish_trace()
         release_service(vars(self).get("dataset"))  # the attribute would ask about a dataset that is still unknown
 
     def state_dict(self) -> dict[str, Any]:

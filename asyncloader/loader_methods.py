@@ -15,7 +15,6 @@ import torch
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_text, diagnose_run, explain
 from asyncloader.loader_dashboard import LoaderDashboard
-from asyncloader.loader_trace import begin_trace
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
@@ -194,20 +193,21 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:
         """Record what each worker and this process does from now on, until the returned trace is closed, as a ``with``
-        block does, or the loader's `close`. The file has Chrome's trace events, which ui.perfetto.dev and ``asyncloader
-        trace`` show. Memory is bounded: the newest 50,000 batches or so are kept.
+        block does, or the loader's `close`. The file has Chrome's trace events, which ui.perfetto.dev shows. Memory is
+        bounded: the newest 50,000 batches or so are kept.
 
         Args:
             file: ends with ``.json`` or ``.json.gz``. It is written when the trace ends, by `Trace.dump`, and if `last`
-                is given also beside it, under a number and the reason: when the consumer gets a `LoaderTimeout`, or
-                `diagnose` names another bound than before; at most 10 times.
+                is given also beside it, under a number, when the consumer gets a `LoaderTimeout`; at most 10 times.
             last: seconds that a file covers, for a trace that stays on. Default: all.
 
         Raises:
             OSError: the file cannot be written.
             RuntimeError, ValueError: the loader is being traced already; the file's name, or `last`.
         """
-        return begin_trace(type(self).__name__, self._asyncloader_spec, self._asyncloader_state.statistics, file, last)
+        from asyncloader.tracing.trace import Trace  # late: few loaders are traced
+
+        return Trace(self._asyncloader_state.statistics, file, type(self).__name__, last)
 
     def explain(self) -> str:
         """The effective configuration, and what bounds the run and what to change: `diagnose` in words."""

@@ -44,7 +44,6 @@ from asyncloader.dataloader2.services.interface import (
 from asyncloader.dataloader2.services.worker_streams import Interleaved
 from asyncloader.errors import StateError
 from asyncloader.loader_dashboard import LoaderDashboard
-from asyncloader.loader_trace import finish_trace
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
 
@@ -327,7 +326,7 @@ class DataLoader2(RunMethods[T_co]):
                 if (dashboard := self._dashboard.end()) is not None:
                     dashboard.close()
             finally:
-                finish_trace(self._statistics)
+                self._statistics.finish_trace()
 
     def _end_reading(self) -> None:
         with self._beginning_or_ending:

@@ -125,13 +125,7 @@ class RunMethods(Generic[T_co]):
         """
         from asyncloader.tracing.trace import Trace
 
-        known = weakref.ref(self)  # the loader's statistics refer to the trace, which must not keep the loader
-
-        def verdict() -> str | None:
-            loader = known()
-            return None if loader is None else loader._diagnosis.bound
-
-        return Trace(self._statistics, file, type(self).__name__, last, verdict)
+        return Trace(self._statistics, file, type(self).__name__, last)
 
     def dashboard(self, port: int = 0) -> Dashboard:
         """Serve a page that shows the loader while it runs, as `DataLoader.dashboard`, until `shutdown`.

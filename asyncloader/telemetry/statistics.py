@@ -158,6 +158,15 @@ class Statistics(LoaderFigures):
             self.trace = recording
             return True
 
+    def finish_trace(self) -> None:
+        """End the loader's trace, if it has one, and write its file. Blocks.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.trace is not None:
+            self.trace.finish(self)
+
     def renew_lock(self) -> None:
         """In a forked child: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()

@@ -12,13 +12,12 @@ Times are integers of nanoseconds from the trace's beginning, so that rounding c
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncloader.tracing.clocks import ClockOffset
 from asyncloader.tracing.spans import TaskSpans, unpack
 
 
@@ -38,6 +37,7 @@ MOST_LANES = 64
 """Lanes of one kind in a track."""
 
 # ---------------------------------------------------------------------------------------------- records
+# The first field of each is a time.
 
 
 class Source(NamedTuple):
@@ -51,7 +51,6 @@ class Source(NamedTuple):
 class AssignedRecord(NamedTuple):
     """A task was given to a worker."""
 
-    kind: str
     began: float
     ended: float
     run: int
@@ -62,7 +61,6 @@ class AssignedRecord(NamedTuple):
 class MadeRecord(NamedTuple):
     """A worker's batch has come."""
 
-    kind: str
     arrived: float
     run: int
     seq: int
@@ -79,7 +77,6 @@ class MadeRecord(NamedTuple):
 class OrderedRecord(NamedTuple):
     """All batches before a batch have come."""
 
-    kind: str
     at: float
     run: int
     seq: int
@@ -88,7 +85,6 @@ class OrderedRecord(NamedTuple):
 class BatchRecord(NamedTuple):
     """The consumer has a batch."""
 
-    kind: str
     ended: float
     run: int
     seq: int
@@ -103,7 +99,6 @@ class BatchRecord(NamedTuple):
 class StageRecord(NamedTuple):
     """A span of the main process."""
 
-    kind: str
     ended: float
     name: str
     seconds: float
@@ -112,7 +107,6 @@ class StageRecord(NamedTuple):
 class EventRecord(NamedTuple):
     """An event without duration."""
 
-    kind: str
     at: float
     name: str
     worker: int | None
@@ -138,9 +132,9 @@ class Unit(NamedTuple):
 
     outer: Span
     inner: Sequence[Span]
-    batch: tuple[int, int] | None
-    point: int | None = None
-    """Where the arrow of its batch is bound; None: at its beginning."""
+    way: tuple[int, int] | None
+    point: int
+    """Where the arrow of its batch is bound."""
 
 
 def nested(outer: Span, spans: Iterable[Span]) -> list[Span]:
@@ -176,288 +170,231 @@ def lanes(units: Iterable[Unit]) -> tuple[list[tuple[int, Unit]], int]:
     return placed, left_out
 
 
+def clock_offset(least: float, most: float) -> float:
+    """Return the seconds by which a node's clock is ahead of this machine's, given bounds.
+
+    A message is received after it was sent. So each task that reaches a node, and each answer that comes back, bounds
+    the difference from one side; the messages that were fastest bound it best. With the clocks joined so, no message is
+    received before it was sent.
+    """
+    if least <= 0.0 <= most:  # both may have one clock
+        return 0.0
+    if least == -inf or most == inf:
+        return most if least == -inf else least
+    return (least + most) / 2
+
+
+def _join_clocks(made: Iterable[MadeRecord], spans: Iterable[TaskSpans | None]) -> dict[str, float]:
+    """The offset of each node's clock, which all of its workers have."""
+    bounds: dict[str, tuple[float, float]] = defaultdict(lambda: (-inf, inf))
+    for each, known in zip(made, spans, strict=True):
+        if known is not None and each.source.node:
+            least, most = bounds[each.source.node]
+            there = known.begin - known.asked if known.asked else inf
+            bounds[each.source.node] = max(least, known.end - each.arrived), min(most, there)
+    return {node: clock_offset(*each) for node, each in bounds.items()}
+
+
 # ------------------------------------------------------------------------------------------------ tracks
 
-_MAIN = 1  # the track of the loader's process
-# Its groups of lanes, and those of a worker: the name, and the first lane's number.
-_CONSUMER, _LOOP, _READY = ("consumer", 100), ("main loop", 200), ("ready batches", 300)
-_DEVICE, _AHEAD = ("device stage", 400), ("samples ahead", 500)
-_TASKS, _READS = ("tasks", 100), ("reads", 200)
-_Group: TypeAlias = tuple[str, int]
+_Key: TypeAlias = tuple[int, int]  # of a batch: the iterator and the number
+_Group: TypeAlias = tuple[int, str]  # of lanes: the first lane's number, and the name
 
-_ON_DEVICE = frozenset(("pin", "h2d"))
+_MAIN = 1  # the track of the loader's process
+_CONSUMER, _LOOP, _READY = (100, "consumer"), (200, "main loop"), (300, "ready batches")
+_DEVICE, _STAGES, _TASKS, _READS = (400, "device stage"), (500, "stages"), (600, "tasks"), (700, "reads")
+_GROUP_OF = {"pin": _DEVICE, "h2d": _DEVICE, "read": _READS}
 _NOT_DRAWN = frozenset(("queue", "decode", "start_process", "start_import", "start_dataset"))
 
 
-class _Scale(NamedTuple):
-    begin: float
-
-    def ns(self, seconds: float) -> int:
-        return round((seconds - self.begin) * 1e9)
-
-
 class _Maker:
-    def __init__(self, records: Iterable[Record], begin: float, end: float, facts: dict[str, Any]) -> None:
-        self._scale = _Scale(begin)
-        self._until = self._scale.ns(end)
-        self._facts = facts
+    def __init__(self, begin: float, end: float, facts: dict[str, Any]) -> None:
+        self._begin, self._facts = begin, facts
+        self._until = round((end - begin) * 1e9)
         self._units: dict[tuple[int, _Group], list[Unit]] = defaultdict(list)
-        self._instants: list[tuple[int, int, str, Mapping[str, Any]]] = []  # track, time, name, figures
-        self._held: list[tuple[int, int, int]] = []  # time, worker, slots
+        self._instants: list[tuple[int, int, str, Mapping[str, Any]]] = []  # time, track, name, figures
         self._tracks: dict[Source, int] = {}
-        self.records = [each for each in records if each[1] >= begin]
-
-    def span(self, name: str, begin: float, end: float, **figures: Any) -> Span | None:
-        """The part of a span that lies in the trace's time; None: none of it does."""
-        first, last = max(0, self._scale.ns(begin)), min(self._until, self._scale.ns(end))
-        return Span(name, first, last, figures) if first < last else None
-
-    # ---------------------------------------------------------------------------------------- collecting
-
-    def collect(self) -> None:
-        """Sort the records by tracks."""
-        made = [each for each in self.records if isinstance(each, MadeRecord)]
-        spans = {index: unpack(each.spans, each.epoch, each.seq) for index, each in enumerate(made)}
-        clocks = _join_clocks(made, spans)
-        ordered = {(each.run, each.seq): each.at for each in self.records if isinstance(each, OrderedRecord)}
-        batches = [each for each in self.records if isinstance(each, BatchRecord)]
-        by_worker = {(each.run, each.seq, each.source.worker): each for each in made}
-        taken = {(each.run, each.seq): each for each in batches}
-        for index, each in enumerate(made):
-            batch = taken.get((each.run, each.seq))
-            other = batch is not None and batch.worker != each.source.worker  # whose batch was delivered
-            self._made(each, spans[index], clocks, None if other else (each.run, each.seq))
-            if not other:
-                self._ready(each, ordered.get((each.run, each.seq)), batch)
-        stages = self._stages()
-        for each_batch in batches:
-            self._batch(each_batch, by_worker.get((each_batch.run, each_batch.seq, each_batch.worker)), stages)
-        self._left_stages(stages)
-        self._steps(batches)
-        # A task whose worker died may go to the worker that has taken its number.
-        last = {(each.run, each.seq, each.worker): each for each in self.records if isinstance(each, AssignedRecord)}
-        for record in self.records:
-            if isinstance(record, AssignedRecord):
-                again = last[record.run, record.seq, record.worker] is not record
-                self._assigned(record, {} if again else by_worker, taken)
-            elif isinstance(record, EventRecord):
-                track = self._track_of(record.worker)
-                self._instants.append((track, self._at(record.at), record.name, record.figures))
+        self._within = 0.0  # seconds of the main process's last collation, which the time of its fetch leaves out
 
     def _at(self, seconds: float) -> int:
-        return min(self._until, max(0, self._scale.ns(seconds)))
+        return min(self._until, max(0, round((seconds - self._begin) * 1e9)))
+
+    def _span(self, name: str, begin: float, end: float, **figures: Any) -> Span:
+        """The part of a span that lies in the trace's time; it may be empty."""
+        return Span(name, self._at(begin), self._at(end), figures)
+
+    def _add(
+        self, track: int, group: _Group, outer: Span, *inner: Span, way: _Key | None = None, at: float | None = None
+    ) -> None:
+        """Add a span, if it is not empty. `way`: of that batch's way; its arrow is bound at `at`, or at the begin."""
+        if outer.begin < outer.end:
+            point = outer.begin if at is None else max(outer.begin, min(self._at(at), outer.end))
+            self._units[track, group].append(Unit(outer, nested(outer, inner), way, point))
+
+    def _instant(self, track: int, at: float, name: str, figures: Mapping[str, Any]) -> None:
+        self._instants.append((self._at(at), track, name, figures))
 
     def _track(self, source: Source) -> int:
         return self._tracks.setdefault(source, _MAIN + 1 + len(self._tracks))
 
     def _track_of(self, worker: int | None) -> int:
         """The newest track of a worker."""
+        if worker is None:
+            return _MAIN
         found = [track for source, track in self._tracks.items() if source.worker == worker]
-        if found or worker is None:
-            return found[-1] if found else _MAIN
-        return self._track(Source(worker, "not known", ""))
+        return found[-1] if found else self._track(Source(worker, "not known", ""))
 
-    def _made(
-        self,
-        made: MadeRecord,
-        spans: TaskSpans | None,
-        clocks: Mapping[Source, ClockOffset],
-        key: tuple[int, int] | None,
-    ) -> None:
-        track = self._track(made.source)
-        name = f"batch {made.seq}"
+    # ---------------------------------------------------------------------------------------- collecting
+
+    def collect(self, records: Sequence[Record]) -> None:
+        """Sort the records by tracks."""
+        made = [each for each in records if isinstance(each, MadeRecord)]
+        spans = [unpack(each.spans, each.epoch, each.seq) for each in made]
+        offsets = _join_clocks(made, spans)
+        ordered = {(each.run, each.seq): each.at for each in records if isinstance(each, OrderedRecord)}
+        taken = {(each.run, each.seq): each for each in records if isinstance(each, BatchRecord)}
+        for each, of_task in zip(made, spans, strict=True):
+            key = each.run, each.seq
+            batch = taken.get(key)
+            mine = batch is None or batch.worker == each.source.worker  # else another worker's was delivered
+            self._made(each, of_task, offsets.get(each.source.node, 0.0), key if mine else None)
+            if mine:
+                self._ready(each, ordered.get(key), batch)
+        by_worker = {(each.run, each.seq, each.source.worker): each for each in made}
+        for batch in taken.values():
+            self._batch(batch, by_worker.get((batch.run, batch.seq, batch.worker)))
+        self._steps(sorted(taken.values(), key=attrgetter("begin")))
+        # A task whose worker died may go to the worker that has taken its number: its batch came from the last.
+        assigned = {(each.run, each.seq, each.worker): each for each in records if isinstance(each, AssignedRecord)}
+        for record in records:
+            if isinstance(record, AssignedRecord):
+                key, worker = (record.run, record.seq), record.worker
+                figures = {"iterator": record.run, "batch": record.seq, "worker": worker}
+                span = self._span(f"assign {record.seq}", record.began, record.ended, **figures)
+                mine = key in taken and taken[key].worker == worker and assigned[*key, worker] is record
+                self._add(_MAIN, _LOOP, span, way=key if mine else None)
+            elif isinstance(record, StageRecord):
+                self._stage(record)
+            elif isinstance(record, EventRecord):
+                self._instant(self._track_of(record.worker), record.at, record.name, record.figures)
+
+    def _made(self, made: MadeRecord, spans: TaskSpans | None, offset: float, way: _Key | None) -> None:
+        track, name = self._track(made.source), f"batch {made.seq}"
         figures: dict[str, Any] = {"iterator": made.run, "batch": made.seq, "samples": made.samples}
         figures["bytes"] = made.nbytes
         if made.skipped:
-            self._instants.append((track, self._at(made.arrived), "samples skipped", {"samples": made.skipped}))
+            self._instant(track, made.arrived, "samples skipped", {"samples": made.skipped})
         if spans is None:
             # It was asked for before the trace began, or its node knows no traces: then all that is known is how long
             # its worker was busy, which of an asynchronous worker is CPU time.
-            outer = self.span(name, made.sent - made.busy, made.sent, **figures)
-            if outer is not None:
-                self._units[track, _TASKS].append(Unit(outer, [], key))
+            self._add(track, _TASKS, self._span(name, made.sent - made.busy, made.sent, **figures), way=way)
             return
-        offset = clocks[made.source].seconds
-        begin = spans.begin - offset
         if spans.asked:
-            figures["queue_ms"] = round(1e3 * max(0.0, begin - spans.asked), 3)
-        own: list[Span] = []
+            figures["queue_ms"] = round(1e3 * max(0.0, spans.begin - offset - spans.asked), 3)
+        inner: list[Span] = []
         within = 0.0  # seconds of collation, which the time of the fetch leaves out
-        for noted, end, seconds in spans.own:
-            if noted == "collate":
-                within = seconds
-            elif noted == "decode":
-                figures["decode_ms"] = round(1e3 * seconds, 3)
-            if noted == "retry":
-                self._instants.append((track, self._at(end - offset), "retry", {"batch": made.seq}))
-                continue
-            length = seconds + within if noted in ("fetch", "first_read") else seconds
-            inner = None if noted in _NOT_DRAWN else self.span(noted, end - offset - length, end - offset)
-            # Reads are many at a time within a batch: they have lanes of their own.
-            if inner is not None and noted == "read":
-                self._units[track, _READS].append(Unit(inner, [], None))
-            elif inner is not None:
-                own.append(inner)
-        for noted, end, seconds in spans.loose:
-            inner = None if noted in _NOT_DRAWN else self.span(noted, end - offset - seconds, end - offset)
-            if noted == "retry":
-                self._instants.append((track, self._at(end - offset), "retry", {}))
-            elif inner is not None:
-                self._units[track, _READS].append(Unit(inner, [], None))
-        outer = self.span(name, begin, spans.end - offset, **figures)
-        if outer is not None:
-            self._units[track, _TASKS].append(Unit(outer, nested(outer, own), key))
+        for own, found in ((True, spans.own), (False, spans.loose)):
+            for stage, end, seconds in found:
+                length = seconds + within if own and stage in ("fetch", "first_read") else seconds
+                if own and stage == "collate":
+                    within = seconds
+                elif own and stage == "decode":
+                    figures["decode_ms"] = round(1e3 * seconds, 3)
+                if stage == "retry":
+                    self._instant(track, end - offset, "retry", {"batch": made.seq} if own else {})
+                elif stage not in _NOT_DRAWN:
+                    span = self._span(stage, end - offset - length, end - offset)
+                    # Reads are many at a time within a batch: they have lanes of their own.
+                    if own and stage != "read":
+                        inner.append(span)
+                    else:
+                        self._add(track, _READS, span)
+        self._add(track, _TASKS, self._span(name, spans.begin - offset, spans.end - offset, **figures), *inner, way=way)
 
     def _ready(self, made: MadeRecord, ordered: float | None, batch: BatchRecord | None) -> None:
         """The time from a batch's arrival to its delivery, or to the end of the trace."""
-        end = self._scale.begin + self._until / 1e9 if batch is None else max(made.arrived, batch.taken)
+        end = self._begin + self._until / 1e9 if batch is None else max(made.arrived, batch.taken)
         figures = {} if batch is not None else {"delivered": False}
-        outer = self.span(f"batch {made.seq} ready", made.arrived, end, **figures)
-        if outer is None:
-            return
-        early = self.span("order", made.arrived, end if ordered is None else ordered)
-        key = None if batch is None else (made.run, made.seq)
-        self._units[_MAIN, _READY].append(Unit(outer, nested(outer, [early] if early else []), key))
+        early = self._span("order", made.arrived, end if ordered is None else ordered)
+        way = None if batch is None else (made.run, made.seq)
+        self._add(_MAIN, _READY, self._span(f"batch {made.seq} ready", made.arrived, end, **figures), early, way=way)
 
-    def _stages(self) -> list[Span]:
-        """The spans of the main process, by their ends, in ascending order."""
-        found: list[Span] = []
-        within = 0.0
-        for each in self.records:
-            if not isinstance(each, StageRecord) or each.name in _NOT_DRAWN:
-                continue
-            if each.name == "retry":
-                self._instants.append((_MAIN, self._at(each.ended), "retry", {}))
-                continue
-            length = each.seconds
-            if each.name == "collate":
-                within = length
-            elif each.name in ("fetch", "first_read"):
-                length, within = length + within, 0.0
-            span = self.span(each.name, each.ended - length, each.ended)
-            if span is None:
-                continue
-            if span.name in _ON_DEVICE:
-                self._units[_MAIN, _DEVICE].append(Unit(span, [], None))
-            elif span.name == "read":
-                self._units[_MAIN, _AHEAD].append(Unit(span, [], None))
-            else:
-                found.append(span)
-        return sorted(found, key=attrgetter("end"))
-
-    def _batch(self, batch: BatchRecord, made: MadeRecord | None, stages: list[Span]) -> None:
+    def _batch(self, batch: BatchRecord, made: MadeRecord | None) -> None:
         figures: dict[str, Any] = {"iterator": batch.run, "batch": batch.seq}
         if batch.worker >= 0:
             figures["worker"] = batch.worker
         if made is not None:
             figures |= {"samples": made.samples, "bytes": made.nbytes}
-        outer = self.span(f"batch {batch.seq}", batch.begin, batch.ended, **figures)
-        if outer is None:
-            return
-        wait = self.span("wait", batch.begin, batch.taken)
-        opened = self.span("open", batch.taken, batch.ended)
-        first, last = (
-            bisect_left(stages, outer.begin, key=attrgetter("end")),
-            bisect_right(stages, outer.end, key=attrgetter("end")),
-        )
-        # Taken out: several consumers may wait at the same time, and a span is one consumer's.
-        mine = [each for each in stages[first:last] if each.begin >= outer.begin]
-        if mine:
-            stages[first:last] = [each for each in stages[first:last] if each.begin < outer.begin]
-        inner = nested(outer, [each for each in (wait, opened) if each is not None] + mine)
-        point = self._at(batch.taken)
-        self._units[_MAIN, _CONSUMER].append(
-            Unit(outer, inner, (batch.run, batch.seq), max(outer.begin, min(point, outer.end)))
-        )
+        outer = self._span(f"batch {batch.seq}", batch.begin, batch.ended, **figures)
+        wait, opened = self._span("wait", batch.begin, batch.taken), self._span("open", batch.taken, batch.ended)
+        self._add(_MAIN, _CONSUMER, outer, wait, opened, way=(batch.run, batch.seq), at=batch.taken)
         if batch.copied:
-            self._instants.append((_MAIN, self._at(batch.ended), "copied out of the ring", {"batch": batch.seq}))
+            self._instant(_MAIN, batch.ended, "copied out of the ring", {"batch": batch.seq})
         elif batch.held >= 0:
-            lease = {"batch": batch.seq, "worker": batch.worker, "slot": batch.slot}
-            self._instants.append((_MAIN, self._at(batch.ended), "lease", lease))
-        if batch.held >= 0:
-            self._held.append((self._at(batch.ended), batch.worker, batch.held))
+            lease = {"batch": batch.seq, "worker": batch.worker, "slot": batch.slot, "held": batch.held}
+            self._instant(_MAIN, batch.ended, "lease", lease)
 
-    def _left_stages(self, stages: Iterable[Span]) -> None:
-        """Spans of the main process within no batch's: samples that are fetched ahead, indices that `iter` takes."""
-        for span in stages:
-            group = _CONSUMER if span.name in ("sampler", "snapshot") else _AHEAD
-            self._units[_MAIN, group].append(Unit(span, [], None))
-
-    def _steps(self, batches: Sequence[BatchRecord]) -> None:
+    def _steps(self, batches: Iterable[BatchRecord]) -> None:
         """The consumer's own work between two batches."""
         before: BatchRecord | None = None
-        for each in sorted(batches, key=attrgetter("begin")):
+        for each in batches:
             if before is not None and before.run == each.run:
-                step = self.span("step", before.ended, each.begin)
-                if step is not None:
-                    self._units[_MAIN, _CONSUMER].append(Unit(step, [], None))
+                self._add(_MAIN, _CONSUMER, self._span("step", before.ended, each.begin))
             before = each if before is None or each.ended >= before.ended else before
 
-    def _assigned(
-        self,
-        each: AssignedRecord,
-        made: Mapping[tuple[int, int, int], MadeRecord],
-        taken: Mapping[tuple[int, int], BatchRecord],
-    ) -> None:
-        figures = {"iterator": each.run, "batch": each.seq, "worker": each.worker}
-        span = self.span(f"assign {each.seq}", each.began, each.ended, **figures)
-        if span is None:
-            return
-        batch = taken.get((each.run, each.seq))
-        # Of a task that several workers had, the arrow begins where the batch that was delivered does.
-        mine = batch is not None and batch.worker == each.worker and (each.run, each.seq, each.worker) in made
-        self._units[_MAIN, _LOOP].append(Unit(span, [], (each.run, each.seq) if mine else None))
+    def _stage(self, stage: StageRecord) -> None:
+        """A span of the main process."""
+        length = stage.seconds
+        if stage.name == "collate":
+            self._within = length
+        elif stage.name in ("fetch", "first_read"):
+            length, self._within = length + self._within, 0.0
+        if stage.name == "retry":
+            self._instant(_MAIN, stage.ended, "retry", {})
+        elif stage.name not in _NOT_DRAWN:
+            span = self._span(stage.name, stage.ended - length, stage.ended)
+            self._add(_MAIN, _GROUP_OF.get(stage.name, _STAGES), span)
 
     # ------------------------------------------------------------------------------------------- writing
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The trace events."""
-        points: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        points: dict[_Key, list[tuple[int, int, int]]] = defaultdict(list)  # of each way: time, track, lane
         left_out: Counter[str] = Counter()
         yield _metadata("process_name", _MAIN, 0, name=f"{self._facts['loader']} (pid {self._facts['pid']})")
         yield _metadata("process_sort_index", _MAIN, 0, sort_index=0)
         for source, track in self._tracks.items():
-            name = f"worker {source.worker} ({source.place})"
-            yield _metadata("process_name", track, 0, name=name)
+            yield _metadata("process_name", track, 0, name=f"worker {source.worker} ({source.place})")
             yield _metadata("process_sort_index", track, 0, sort_index=1 + source.worker)
-        for group in (_CONSUMER, _LOOP):  # also where nothing happened there
-            yield _metadata("thread_name", _MAIN, group[1], name=group[0])
-        for (track, (name, first)), units in sorted(self._units.items()):
+        for (track, (first, name)), units in sorted(self._units.items()):
             placed, none_free = lanes(units)
             if none_free:
                 left_out[name] += none_free
             for lane in sorted({lane for lane, _ in placed}):
-                if lane or (track, name) not in ((_MAIN, _CONSUMER[0]), (_MAIN, _LOOP[0])):
-                    yield _metadata("thread_name", track, first + lane, name=f"{name} {lane + 1}" if lane else name)
+                yield _metadata("thread_name", track, first + lane, name=f"{name} {lane + 1}" if lane else name)
                 yield _metadata("thread_sort_index", track, first + lane, sort_index=first + lane)
-            category = name.replace(" ", "_")
             for lane, unit in placed:
                 for span in (unit.outer, *unit.inner):
-                    yield _complete(span, category, track, first + lane)
-                if unit.batch is not None:
-                    point = unit.outer.begin if unit.point is None else unit.point
-                    points[unit.batch].append((point, track, first + lane))
+                    yield _complete(span, name.replace(" ", "_"), track, first + lane)
+                if unit.way is not None:
+                    points[unit.way].append((unit.point, track, first + lane))
         yield from _arrows(points)
-        for track, at, name, figures in sorted(self._instants, key=lambda each: each[1]):
+        for at, track, name, figures in sorted(self._instants, key=lambda each: each[0]):
             event = {"name": name, "cat": "event", "ph": "i", "s": "p", "ts": at / 1e3, "pid": track, "tid": 0}
             yield {**event, "args": dict(figures)} if figures else event
-        for at, worker, held in sorted(self._held):
-            name = f"slots held of worker {worker}"
-            yield {"name": name, "ph": "C", "ts": at / 1e3, "pid": _MAIN, "tid": 0, "args": {"slots": held}}
         self._facts["left_out"] = dict(left_out)
 
 
-def _arrows(points: Mapping[tuple[int, int], list[tuple[int, int, int]]]) -> Iterator[dict[str, Any]]:
+def _arrows(points: Mapping[_Key, list[tuple[int, int, int]]]) -> Iterator[dict[str, Any]]:
     """The arrows of each batch that was delivered, through the spans of its way in the order of time."""
-    for number, (key, found) in enumerate(points.items(), 1):
-        found.sort()
-        delivered = any(track == _MAIN and _CONSUMER[1] <= lane < _LOOP[1] for _, track, lane in found)
+    for number, ((run, seq), found) in enumerate(points.items(), 1):
+        delivered = any(track == _MAIN and _CONSUMER[0] <= lane < _LOOP[0] for _, track, lane in found)
         if len(found) < 2 or not delivered:
             continue
-        for index, (at, track, lane) in enumerate(found):
+        for index, (at, track, lane) in enumerate(sorted(found)):
             phase = "s" if not index else "f" if index == len(found) - 1 else "t"
             event = {"name": "batch", "cat": "way", "ph": phase, "id": number, "ts": at / 1e3, "pid": track}
-            event |= {"tid": lane, "args": {"iterator": key[0], "batch": key[1]}}
+            event |= {"tid": lane, "args": {"iterator": run, "batch": seq}}
             yield event if phase != "f" else {**event, "bp": "e"}
 
 
@@ -471,25 +408,6 @@ def _complete(span: Span, category: str, track: int, lane: int) -> dict[str, Any
     return {**event, "args": dict(span.figures)} if span.figures else event
 
 
-def _join_clocks(made: Sequence[MadeRecord], spans: Mapping[int, TaskSpans | None]) -> dict[Source, ClockOffset]:
-    """The clock of each worker. Those of a node's workers are one clock."""
-    of_node: dict[str, ClockOffset] = defaultdict(ClockOffset)
-    found: dict[Source, ClockOffset] = {}
-    here = ClockOffset()  # without any bound it is 0
-    for index, each in enumerate(made):
-        known = spans[index]
-        if known is None:
-            continue
-        if not each.source.node:
-            found[each.source] = here
-            continue
-        clock = found[each.source] = of_node[each.source.node]
-        if known.asked:
-            clock.there(known.asked, known.begin)
-        clock.back(known.end, each.arrived)
-    return found
-
-
 def trace_of(records: Iterable[Record], begin: float, end: float, facts: dict[str, Any]) -> TraceEvents:
     """Make the trace of the records.
 
@@ -499,6 +417,6 @@ def trace_of(records: Iterable[Record], begin: float, end: float, facts: dict[st
         end: of it.
         facts: of the whole trace; gets `left_out` once all events were taken.
     """
-    maker = _Maker(records, begin, end, facts)
-    maker.collect()
+    maker = _Maker(begin, end, facts)
+    maker.collect([each for each in records if each[0] >= begin])
     return TraceEvents(facts, maker.events())

@@ -2,7 +2,7 @@
 
 Data path: pipeline, stages, consumer -> [recording] -> chrome -> file.
 
-Every record is a tuple whose second item is a time, and is appended by one call that no lock guards: the loop's thread,
+Every record is a tuple whose first item is a time, and is appended by one call that no lock guards: the loop's thread,
 the consumer's and those of stages record at the same time. Spans of workers stay packed as they came; all else is left
 to `dump`.
 """
@@ -10,10 +10,8 @@ to `dump`.
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, time
@@ -36,6 +34,7 @@ from asyncloader.tracing.trace_file import write
 
 if TYPE_CHECKING:
     from asyncloader.errors import WorkerDied
+    from asyncloader.telemetry.statistics import Statistics
     from asyncloader.workers.listener import Answer
     from asyncloader.workers.source import WorkerHandle
 
@@ -45,7 +44,6 @@ MOST_SPAN_BYTES = 32 << 20
 """Bytes of workers' spans that are kept: fewer batches, where each of them has hundreds of reads."""
 
 _MOST_DUMPS = 10  # that are written by themselves
-_LOOK_S = 5.0  # between two looks at the verdict
 
 
 class _Leased(NamedTuple):
@@ -66,23 +64,14 @@ class Recording:
         last: seconds that a file covers, up to when it is written; None: the whole trace.
         copies: of batches out of rings, before.
         file: where the trace is written; None: a page asks for it, and gets it.
-        verdict: returns what bounds the run, or None once the loader was freed. It is looked at only with `last`.
     """
 
-    def __init__(
-        self,
-        loader: str,
-        last: float | None,
-        copies: int,
-        file: Path | None = None,
-        verdict: Callable[[], str | None] = lambda: None,
-    ) -> None:
+    def __init__(self, loader: str, last: float | None, copies: int, file: Path | None = None) -> None:
         self.file = file
         self.ended_at: float | None = None
         """When it ended; None: it goes on."""
         self._loader = loader
         self._last = last
-        self._verdict = verdict
         self._began, self._began_at = perf_counter(), time()
         # `made` keeps it to `MOST_RECORDS`, and counts what leaves it; without workers only the deque does.
         self._records: deque[Record] = deque(maxlen=MOST_RECORDS + MOST_RECORDS // 4)
@@ -90,9 +79,6 @@ class Recording:
         self._shortened = False
         self._append = self._records.append
         self._dumps = 0
-        self._looking: threading.Thread | None = None
-        self._look_at = float("inf") if last is None else self._began + _LOOK_S
-        self._bound: str | None = None
         self._copies = copies
         self._leases: deque[_Leased] = deque()  # those whose end was not noticed yet, the oldest first
         self._owner = os.getpid()
@@ -106,7 +92,7 @@ class Recording:
 
     def assigned(self, run: int, seq: int, worker: int, began: float) -> None:
         """Record that a task was given to a worker, from `began` until now. In the loop's thread."""
-        self._append(AssignedRecord("assigned", began, perf_counter(), run, seq, worker))
+        self._append(AssignedRecord(began, perf_counter(), run, seq, worker))
 
     def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer, seq: int | None = None) -> None:
         """Record that a worker's batch has arrived. In the loop's thread.
@@ -126,7 +112,7 @@ class Recording:
         batch = result.sent, result.busy, result.samples, result.nbytes
         spans = packed, result.epoch, len(answer.records)
         source = Source(worker, process.place, process.node)
-        self._append(MadeRecord("made", answer.arrived, run, seq, source, *batch, *spans))
+        self._append(MadeRecord(answer.arrived, run, seq, source, *batch, *spans))
         self._span_bytes += len(answer.spans)
         while len(self._records) > MOST_RECORDS or (self._span_bytes > MOST_SPAN_BYTES and self._records):
             oldest, self._shortened = self._records.popleft(), True
@@ -135,7 +121,7 @@ class Recording:
 
     def ordered(self, run: int, seq: int) -> None:
         """Record that all earlier batches have come, so that this batch is passed on. In the loop's thread."""
-        self._append(OrderedRecord("ordered", perf_counter(), run, seq))
+        self._append(OrderedRecord(perf_counter(), run, seq))
 
     def delivered(
         self, run: int, seq: int, worker: int, begin: float, taken: float, ring: Any, slot: int, copies: int
@@ -158,10 +144,7 @@ class Recording:
         self._note_lease_ends(now)
         if ring is not None and not copied and (batch := ring.view_of(slot)) is not None:
             self._leases.append(_Leased(batch, run, seq, worker, slot))
-        self._append(BatchRecord("batch", now, run, seq, worker, begin, taken, slot, held, copied))
-        if now >= self._look_at:
-            self._look_at = now + _LOOK_S
-            self._look()
+        self._append(BatchRecord(now, run, seq, worker, begin, taken, slot, held, copied))
 
     def _note_lease_ends(self, now: float) -> None:
         """Record the leases whose last view has died since this was called before. Any thread."""
@@ -171,17 +154,17 @@ class Recording:
                 leased = self._leases.popleft()
                 if leased.view() is None:
                     figures = {"iterator": leased.run, "batch": leased.seq, "slot": leased.slot}
-                    self._append(EventRecord("event", now, "lease ended", leased.worker, figures))
+                    self._append(EventRecord(now, "lease ended", leased.worker, figures))
                 else:
                     self._leases.append(leased)
 
     def stage(self, name: str, seconds: float) -> None:
         """Record a span of the main process that ends now. Any thread."""
-        self._append(StageRecord("stage", perf_counter(), name, seconds))
+        self._append(StageRecord(perf_counter(), name, seconds))
 
     def event(self, name: str, worker: int | None = None, **figures: Any) -> None:
         """Record an event that happens now, at a worker or (None) in the main process. Any thread."""
-        self._append(EventRecord("event", perf_counter(), name, worker, figures))
+        self._append(EventRecord(perf_counter(), name, worker, figures))
 
     def died(self, worker: int, death: WorkerDied, *, left: bool, lost: bool) -> None:
         """Record that a worker has ended although it was not asked to."""
@@ -191,21 +174,18 @@ class Recording:
     def timed_out(self, report: str) -> str:
         """Record that the consumer gets a time-out. Returns a line about the file that was written; may be empty."""
         self.event("time-out", report=report)
-        return self._dump_now("timeout")
-
-    # ------------------------------------------------------------------------------------------------ files
-
-    def _dump_now(self, reason: str) -> str:
         if self._last is None or self.file is None or self._dumps >= _MOST_DUMPS or not self.owned:
             return ""
         self._dumps += 1
         stem, dot, rest = self.file.name.partition(".")
-        file = self.file.with_name(f"{stem}-{self._dumps}-{reason}{dot}{rest}")
+        file = self.file.with_name(f"{stem}-{self._dumps}-timeout{dot}{rest}")
         try:
             self.dump(file)
         except OSError as error:  # of the disk: the run goes on, and its own error is to be raised
             return f"Its trace could not be written to {file}: {error}"
         return f"Its last {self._last:g} seconds are in {file}"
+
+    # ------------------------------------------------------------------------------------------------ files
 
     def dump(self, file: Path) -> None:
         """Write the trace so far. Blocks.
@@ -227,29 +207,24 @@ class Recording:
             "pid": self._owner,
             "began": self._began_at + begin - self._began,
             "seconds": now - begin,
-            "complete": (len(records) != records.maxlen and not self._shortened) or records[0][1] <= begin,
+            "complete": (len(records) != records.maxlen and not self._shortened) or records[0][0] <= begin,
         }
         return trace_of(records, begin, now, facts)
 
-    def _look(self) -> None:
-        """Have a thread of its own find out whether the verdict has changed."""
-        if self._looking is None or not self._looking.is_alive():
-            self._looking = threading.Thread(target=self._judge, name="asyncloader-trace", daemon=True)
-            with suppress(RuntimeError):  # no thread can be started at exit
-                self._looking.start()
-
-    def _judge(self) -> None:
-        bound = self._verdict()
-        if bound is None or bound == "unknown":  # too few batches to judge
-            return
-        before, self._bound = self._bound, bound
-        if before is not None and before != bound:
-            self.event("verdict", before=before, now=bound)
-            self._dump_now("verdict")
-
     def end(self) -> None:
-        """Note that the loader records nothing more, and wait for a look at the verdict. Idempotent."""
+        """Note that the loader records nothing more. Idempotent."""
         if self.ended_at is None:
             self.ended_at = perf_counter()
-        if self._looking is not None and self._looking.ident is not None:
-            self._looking.join()
+
+    def finish(self, statistics: Statistics) -> None:
+        """End the recording if it is still that of these statistics, and write its file. Blocks.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        # Not in a forked child, which has a copy of all this: the file is its parent's. Nor if another thread has ended
+        # it, or taken it over.
+        if self.owned and statistics.set_trace(self, None):
+            self.end()
+            if self.file is not None:
+                self.dump(self.file)

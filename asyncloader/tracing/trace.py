@@ -6,10 +6,9 @@ Data path: beside the consumer.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from asyncloader.bridge import in_thread
 from asyncloader.tracing.recording import Recording
@@ -24,14 +23,7 @@ class Trace:
     ``async with`` the file is written in a thread.
     """
 
-    def __init__(
-        self,
-        statistics: Statistics,
-        file: str | os.PathLike[str],
-        loader: str,
-        last: float | None,
-        verdict: Callable[[], str | None],
-    ) -> None:
+    def __init__(self, statistics: Statistics, file: str | os.PathLike[str], loader: str, last: float | None) -> None:
         if last is not None and not last > 0:
             raise ValueError(f"last is a number of seconds above 0, got {last!r}")
         # Absolute: the program may change its directory before the file is written.
@@ -40,7 +32,7 @@ class Trace:
         check_writable(path)
         self._statistics = statistics
         self._file = path
-        self._recording = Recording(loader, last, statistics.ring_copies, path, verdict)
+        self._recording = Recording(loader, last, statistics.ring_copies, path)
         # Again if a page has begun or ended its recording in between.
         while not statistics.set_trace(before := statistics.trace, self._recording):
             _check_free(statistics.trace)
@@ -77,7 +69,7 @@ class Trace:
         Raises:
             OSError: it cannot be written.
         """
-        end_trace(self._statistics, self._recording)
+        self._recording.finish(self._statistics)
 
     def __enter__(self) -> Self:
         return self
@@ -104,20 +96,3 @@ def _check_free(current: Recording | None) -> None:
     # A parent's trace goes on in the parent, and a page's recording gives way.
     if current is not None and current.owned and current.file is not None:
         raise RuntimeError(f"the loader is being traced already, to {current.file}: end that trace first")
-
-
-def end_trace(statistics: Statistics, recording: Any = None) -> None:
-    """End a loader's trace, if it has one (`recording`: if it is this), and write its file. Blocks.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    current = statistics.trace
-    # Not in a forked child, which has a copy of all this: the file is its parent's.
-    if current is None or recording not in (None, current) or not current.owned:
-        return
-    if not statistics.set_trace(current, None):  # another thread has ended it, or taken it over
-        return
-    current.end()
-    if current.file is not None:
-        current.dump(current.file)

@@ -1,4 +1,4 @@
-"""Writes and reads files of Chrome's trace events.
+"""Writes files of Chrome's trace events.
 
 Data path: recording -> [trace_file] -> disk.
 """
@@ -10,17 +10,10 @@ import io
 import json
 import os
 import threading
-import zlib
 from contextlib import suppress
 from pathlib import Path
 
 from asyncloader.tracing.chrome import TraceEvents
-
-MOST_BYTES = 1 << 30
-"""Of a file that is read, unpacked."""
-
-# Of a file that is read: an event has two objects, and about 12 values.
-_MOST_OBJECTS, _MOST_VALUES = 16_000_000, 100_000_000
 
 
 def check_writable(file: Path) -> None:
@@ -83,31 +76,3 @@ def _write_events(text: io.TextIOWrapper, trace: TraceEvents) -> None:
         text.write(comma + encode(event))
         comma = ",\n"
     text.write(f'\n], "otherData": {json.dumps(trace.facts)}}}\n')
-
-
-def read(file: Path) -> TraceEvents:
-    """Read a file that `write` has written.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no trace of a loader.
-    """
-    with file.open("rb") as raw:
-        packed = raw.read(2) == b"\x1f\x8b"
-    try:
-        with gzip.open(file) if packed else file.open("rb") as opened:
-            data = opened.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES >> 20} MiB")
-        # As Python's values, empty lists take 25 times the memory of their text, and numbers 8 times.
-        if data.count(b"{") + data.count(b"[") > _MOST_OBJECTS or data.count(b",") > _MOST_VALUES:
-            raise ValueError(f"it has more than {_MOST_OBJECTS:,} objects, or {_MOST_VALUES:,} values")
-        found = json.loads(data)
-        if not isinstance(found, dict):
-            raise TypeError("it is no object")
-        facts, events = found["otherData"], found["traceEvents"]
-        if not isinstance(events, list) or "loader" not in facts:
-            raise ValueError("it says of no loader")
-    except (ValueError, KeyError, TypeError, EOFError, RecursionError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{file} is not a trace of a loader: {str(error) or type(error).__name__}") from None
-    return TraceEvents(facts, iter(events))

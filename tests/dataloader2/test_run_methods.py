@@ -52,7 +52,7 @@ def test_without_workers(service: Any, tmp_path: Path) -> None:
     found = read_trace(tmp_path / "a.json")
     assert found.delivered == [(2, seq) for seq in range(12)]
     (main_track,) = found.tracks
-    assert found.spans[main_track, "consumer"]["fetch"] == 12
+    assert found.spans[main_track, "stages"]["fetch"] == 12
     assert "in this process: " in words
     assert "Mapper" in words
 

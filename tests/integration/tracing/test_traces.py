@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import json
 import os
 import signal
-import threading
-import weakref
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +14,6 @@ from torch.utils.data import Dataset
 from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, RemoteIterableDataset, StatefulDataLoader
 from asyncloader.tracing import recording
 from asyncloader.tracing.trace import Trace
-from asyncloader.tracing.trace_file import read
 from tests.helpers.datasets import AsyncNumbers, DiesOnce, Numbers
 from tests.helpers.http_store import serving, status
 from tests.helpers.running import KINDS, run_async
@@ -86,7 +80,7 @@ def test_without_workers(kind: str, dataset: Any, tmp_path: Path) -> None:
     assert not found.ways
     (main,) = found.tracks
     assert found.spans[main, "consumer"]["batch"] == 10
-    made = found.spans[main, "consumer"] + found.spans.get((main, "samples_ahead"), Counter[str]())
+    made = found.spans[main, "stages"]
     assert (made["fetch"], made["collate"]) == (10, 10)
 
 
@@ -266,45 +260,6 @@ def test_a_time_out_is_dumped(kind: str, tmp_path: Path) -> None:
     assert read_trace(file).delivered == [(1, 0), (1, 1), (1, 2)]
 
 
-def test_a_verdict_that_changes_is_dumped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is looked at now and then, in another thread. That too few batches were made is none."""
-    monkeypatch.setattr(recording, "_LOOK_S", 0.0)
-    looked = threading.Semaphore(0)
-    judge = recording.Recording._judge
-
-    def look(self: Any) -> None:
-        judge(self)
-        looked.release()
-
-    monkeypatch.setattr(recording.Recording, "_judge", look)
-    with DataLoader[Any](Numbers(80), batch_size=4) as loader, loader.trace(tmp_path / "run.json", last=60) as trace:
-        verdicts = iter(["unknown", "fetch", "unknown", "fetch", "cpus"])
-        trace._recording._verdict = lambda: next(verdicts, None)
-        batches = iter(loader)
-        for _ in range(5):
-            next(batches)
-            looked.acquire()
-    found = read_trace(tmp_path / "run-1-verdict.json")
-    assert found.events["verdict"] == [{"before": "fetch", "now": "cpus", "track": found.tracks[0]}]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["run-1-verdict.json", "run.json"]
-
-
-def test_the_verdict_is_the_loaders(tmp_path: Path) -> None:
-    """And a trace keeps neither its loader nor the loader's figures, with which it would keep itself."""
-    loader = DataLoader[Any](Numbers(8), batch_size=4)
-    list(loader)
-    trace = loader.trace(tmp_path / "a.json", last=60)
-    assert trace._recording._verdict() == loader.diagnose().bound
-    verdict, figures = trace._recording._verdict, weakref.ref(loader._asyncloader_state.statistics)
-    gc.disable()
-    try:
-        del loader, trace
-        assert figures() is None
-    finally:
-        gc.enable()
-    assert verdict() is None
-
-
 def test_copies_before_the_trace_are_none_of_its_events(tmp_path: Path) -> None:
     """Only batches that were copied out of their ring since are."""
     with DataLoader[Any](Numbers(8), batch_size=4) as loader:
@@ -401,16 +356,6 @@ def test_the_profiler_has_ranges() -> None:
         return ranges_of(profiler)
 
     assert "asyncloader::wait" in run_async(load())
-
-
-def test_other_files_are_no_traces(tmp_path: Path) -> None:
-    """Damaged ones, and traces of other programs."""
-    (tmp_path / "a.json").write_text(json.dumps({"traceEvents": [], "otherData": {}}))
-    (tmp_path / "b.json").write_text("[1")
-    (tmp_path / "c.json.gz").write_bytes(b"\x1f\x8b nothing")
-    for name in ("a.json", "b.json", "c.json.gz"):
-        with pytest.raises(ValueError, match="is not a trace of a loader"):
-            read(tmp_path / name)
 
 
 def test_a_worker_thread_that_has_ended_is_not_traced(tmp_path: Path) -> None:

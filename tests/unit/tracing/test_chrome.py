@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 from hypothesis import given
@@ -17,6 +18,7 @@ from asyncloader.tracing.chrome import (
     Span,
     StageRecord,
     Unit,
+    clock_offset,
     lanes,
     nested,
 )
@@ -43,7 +45,7 @@ def test_nested_spans(bounds: list[list[int]]) -> None:
 @given(st.lists(BOUNDS))
 def test_lanes(bounds: list[list[int]]) -> None:
     """No two units of a lane overlap, no lane is used without need, and each unit has one."""
-    units = [Unit(Span(str(number), begin, end + 1), [], None) for number, (begin, end) in enumerate(bounds)]
+    units = [Unit(Span(str(number), begin, end + 1), [], None, 0) for number, (begin, end) in enumerate(bounds)]
     placed, left_out = lanes(units)
     assert not left_out
     assert sorted(unit.outer.name for _, unit in placed) == sorted(unit.outer.name for unit in units)
@@ -57,7 +59,7 @@ def test_lanes(bounds: list[list[int]]) -> None:
 
 def test_lanes_are_bounded() -> None:
     """Units beyond `MOST_LANES` at a time are left out, and counted."""
-    units = [Unit(Span(str(number), number, 1000), [], None) for number in range(chrome.MOST_LANES + 3)]
+    units = [Unit(Span(str(number), number, 1000), [], None, 0) for number in range(chrome.MOST_LANES + 3)]
     placed, left_out = lanes(units)
     assert (len(placed), left_out) == (chrome.MOST_LANES, 3)
 
@@ -65,31 +67,48 @@ def test_lanes_are_bounded() -> None:
 def test_a_fetch_has_its_collation_within() -> None:
     """The recorded seconds of a fetch leave the collation out, which is a part of it."""
     records = [
-        StageRecord("stage", 10.0, "collate", 1.0),
-        StageRecord("stage", 11.0, "fetch", 4.0),
-        BatchRecord("batch", 11.5, 1, 0, -1, 5.5, 11.25, -1, -1, copied=False),
+        StageRecord(10.0, "collate", 1.0),
+        StageRecord(11.0, "fetch", 4.0),
+        BatchRecord(11.5, 1, 0, -1, 5.5, 11.25, -1, -1, copied=False),
     ]
     spans = events(records, "X")
     assert [(each["name"], each["ts"], each["dur"]) for each in spans] == [
         ("batch 0", 5.5e6, 6e6),
         ("wait", 5.5e6, 5.75e6),
+        ("open", 11.25e6, 0.25e6),
         ("fetch", 6e6, 5e6),
         ("collate", 9e6, 1e6),
-        ("open", 11.25e6, 0.25e6),
     ]
 
 
 def test_a_task_of_two_workers() -> None:
     """Both are seen, and the arrow goes through that whose batch was delivered."""
     made = [
-        MadeRecord("made", at, 1, 7, Source(worker, f"pid {worker}", ""), at, 1.0, 4, 16, b"", 0, 0)
+        MadeRecord(at, 1, 7, Source(worker, f"pid {worker}", ""), at, 1.0, 4, 16, b"", 0, 0)
         for worker, at in ((0, 4.0), (1, 3.0))
     ]
-    assigned = [AssignedRecord("assigned", 1.0 + worker / 10, 1.05 + worker / 10, 1, 7, worker) for worker in (0, 1)]
-    rest = [OrderedRecord("ordered", 3.5, 1, 7), BatchRecord("batch", 5.5, 1, 7, 1, 1.5, 5.0, 2, 3, copied=False)]
+    assigned = [AssignedRecord(1.0 + worker / 10, 1.05 + worker / 10, 1, 7, worker) for worker in (0, 1)]
+    rest = [OrderedRecord(3.5, 1, 7), BatchRecord(5.5, 1, 7, 1, 1.5, 5.0, 2, 3, copied=False)]
     found = events([*made, *assigned, *rest], "stf")
     assert [(each["ph"], each["ts"]) for each in found] == [("s", 1.1e6), ("t", 2e6), ("t", 3e6), ("f", 5e6)]
     assert len({each["id"] for each in found}) == 1
+
+
+SECONDS = st.floats(0.0, 10.0)
+
+
+@given(st.floats(-1e6, 1e6), st.lists(st.tuples(SECONDS, SECONDS), min_size=1))
+def test_no_message_comes_before_it_was_sent(ahead: float, delays: list[tuple[float, float]]) -> None:
+    """The joined clock is wrong by half of the fastest round trip at most; it is the same where it may be."""
+    there, back = (min(each) for each in zip(*delays, strict=True))
+    offset = clock_offset(ahead - back, ahead + there)
+    if offset:
+        assert abs(offset - ahead) <= (there + back) / 2 + 1e-6
+    else:
+        assert -there <= ahead <= back or ahead == 0
+    assert clock_offset(-inf, inf) == 0.0
+    assert clock_offset(4.0, inf) == 4.0
+    assert clock_offset(-inf, -4.0) == -4.0
 
 
 def events(records: Any, phases: str) -> list[dict[str, Any]]:
