@@ -2,9 +2,8 @@
 
 Data path: loader -> [progress_bar] -> the user. For ``loader.progress()``.
 
-A bar of tqdm, or of rich where only that is installed. It is drawn from the consumer's thread, ten times a second at
-most; there is no thread, and a batch costs one call and a comparison of times in between. Without a terminal or without
-either package the loader's own iterator is returned.
+tqdm draws the bar from the consumer's thread, ten times a second at most; there is no thread. Without a terminal or
+without tqdm the loader's own iterator is returned.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from math import inf
 from time import perf_counter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.statistics import Statistics
 
 B = TypeVar("B")
 
-_DRAW_S = 0.1
 _JUDGE_S = 5.0  # between two verdicts, which take milliseconds
 _WINDOW_S = 3.0  # the least time that the share of waiting is of
 
@@ -69,8 +67,23 @@ class EpochProgress(Generic[B]):
         return shown
 
     def _shown(self, iterator: Any, counted: type[_Counted]) -> Any:
-        bar = _open_bar(self._title(), self._total, self._steps_before(), self._unit)
-        return iterator if bar is None else counted(iterator, _Display(bar, self._statistics, self._diagnose))
+        # A dataset may read from a store for its length, which is asked for a bar only.
+        if sys.stderr is None or not sys.stderr.isatty():
+            return iterator
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            return iterator
+        words = _Words(self._statistics, self._diagnose)
+        drawn: Any = tqdm.format_dict  # the figures of a drawing, to which ours are added
+        members = {
+            "monitor_interval": 0,  # else tqdm starts a thread that watches its bars
+            "format_dict": property(lambda bar: {**drawn.fget(bar), "postfix": words.now()}),
+        }
+        kind: Any = type("Bar", (tqdm,), members)
+        numbers = {"total": self._total(), "initial": self._steps_before(), "miniters": 1}
+        bar = kind(desc=self._title(), unit=self._unit, dynamic_ncols=True, **numbers)
+        return counted(iterator, bar, words)
 
     def _total(self) -> int | None:
         try:
@@ -79,25 +92,41 @@ class EpochProgress(Generic[B]):
             return None
 
 
-class _Bar(Protocol):
-    def draw(self, steps: int, text: str) -> None:
-        """Advance by a number of steps."""
+class _Words:
+    """Says how much the consumer waits, and what bounds the run."""
 
-    def close(self) -> None:
-        """Leave the bar as it is."""
+    def __init__(self, statistics: Statistics, diagnose: Callable[[], Diagnosis]) -> None:
+        self._statistics, self._diagnose = statistics, diagnose
+        self._verdict = ""
+        self.judge_at = perf_counter() + 1.0
+        """When a new verdict is due."""
+        # Time and waiting at the begin of the window, and at the begin of the next.
+        self._since = self._next_since = statistics.times()
+
+    def now(self) -> str:
+        """Return the words of a bar that is drawn now."""
+        now, here = perf_counter(), self._statistics.times()
+        if now >= self.judge_at:
+            self.judge_at = now + _JUDGE_S
+            bound = self._diagnose().bound
+            self._verdict = {"unknown": "", "consumer": ", the loader keeps up"}.get(bound, f", bound by {bound}")
+        passed, waited = here[0] - self._since[0], here[1] - self._since[1]
+        if here[0] - self._next_since[0] >= _WINDOW_S:
+            self._since, self._next_since = self._next_since, here
+        return f"waits {min(1.0, waited / passed) if passed > 0 else 0.0:.0%}{self._verdict}"
 
 
 class _Counted:
-    """An iterator whose steps are displayed. It keeps no batch."""
+    """An iterator whose steps a bar counts. It keeps no batch."""
 
-    def __init__(self, iterator: Any, display: _Display) -> None:
-        self._iterator = iterator
-        self._display = display
+    def __init__(self, iterator: Any, bar: Any, words: _Words) -> None:
+        self._iterator, self._bar, self._words = iterator, bar, words
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:  # a loop that was left
         if not exiting():
             # Without a new verdict: the collector may call this while the figures' lock is held.
-            self._display.close(judges=False)
+            self._words.judge_at = inf
+            self._bar.close()
 
 
 class _CountedSteps(_Counted):
@@ -110,9 +139,9 @@ class _CountedSteps(_Counted):
         try:
             batch = next(self._iterator)
         except BaseException:
-            self._display.close()
+            self._bar.close()
             raise
-        self._display.step()
+        self._bar.update()
         return batch
 
 
@@ -128,9 +157,9 @@ class _CountedAsyncSteps(_Counted):
         except asyncio.CancelledError:
             raise  # of this call: the iterator may be asked again
         except BaseException:
-            self._display.close()
+            self._bar.close()
             raise
-        self._display.step()
+        self._bar.update()
         return batch
 
     async def aclose(self) -> None:
@@ -138,124 +167,11 @@ class _CountedAsyncSteps(_Counted):
         try:
             await self._iterator.aclose()
         finally:
-            self._display.close()
+            self._bar.close()
 
     def close(self) -> None:
         """`aclose` for code that is not async."""
         try:
             self._iterator.close()
         finally:
-            self._display.close()
-
-
-class _Display:
-    """Draws a bar now and then.
-
-    Args:
-        bar: to draw.
-        statistics: of the loader.
-        diagnose: the loader's.
-    """
-
-    def __init__(self, bar: _Bar, statistics: Statistics, diagnose: Callable[[], Diagnosis]) -> None:
-        self._bar: _Bar | None = bar
-        self._statistics = statistics
-        self._diagnose = diagnose
-        self._steps = 0  # not drawn yet
-        self._verdict = ""
-        now = perf_counter()
-        self._draw_at, self._judge_at = now + _DRAW_S, now + 1.0
-        # Time and waiting at the begin of the window, and at the begin of the next.
-        self._since = self._next_since = statistics.times()
-
-    def step(self) -> None:
-        """Count a batch."""
-        self._steps += 1
-        now = perf_counter()
-        if now >= self._draw_at:
-            self._draw(now)
-
-    def _draw(self, now: float) -> None:
-        if self._bar is None:
-            return
-        steps, self._steps = self._steps, 0
-        self._draw_at = now + _DRAW_S
-        if now >= self._judge_at:
-            self._judge_at = now + _JUDGE_S
-            bound = self._diagnose().bound
-            self._verdict = {"unknown": "", "consumer": ", the loader keeps up"}.get(bound, f", bound by {bound}")
-        here = self._statistics.times()
-        passed, waited = here[0] - self._since[0], here[1] - self._since[1]
-        if here[0] - self._next_since[0] >= _WINDOW_S:
-            self._since, self._next_since = self._next_since, here
-        share = min(1.0, waited / passed) if passed > 0 else 0.0
-        self._bar.draw(steps, f"waits {share:.0%}{self._verdict}")
-
-    def close(self, *, judges: bool = True) -> None:
-        """Draw the last steps, perhaps with a new verdict, and leave the bar. Idempotent."""
-        bar = self._bar
-        if bar is not None:
-            if not judges:
-                self._judge_at = inf
-            self._draw(perf_counter())
-            self._bar = None
-            bar.close()
-
-
-def _open_bar(title: str, count: Callable[[], int | None], done: int, unit: str) -> _Bar | None:
-    """Return a bar on standard error; None without a terminal, or a package that draws it. `count` returns the number
-    of steps, and is called for a bar only: a dataset may read from a store for its length.
-    """
-    if sys.stderr is None or not sys.stderr.isatty():
-        return None
-    for kind in (_Tqdm, _Rich):
-        try:
-            return kind(title, count, done, unit)
-        except ImportError:
-            continue
-    return None
-
-
-class _Tqdm:
-    def __init__(self, title: str, count: Callable[[], int | None], done: int, unit: str) -> None:
-        from tqdm import tqdm
-
-        # Else tqdm starts a thread that watches its bars.
-        kind: Any = type("Bar", (tqdm,), {"monitor_interval": 0})
-        self._bar = kind(
-            desc=title, total=count(), initial=done, unit=unit, mininterval=0.0, miniters=1, dynamic_ncols=True
-        )
-
-    def draw(self, steps: int, text: str) -> None:
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(steps)
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-class _Rich:
-    def __init__(self, title: str, count: Callable[[], int | None], done: int, unit: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn(title),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
-        self._task = self._progress.add_task(title, total=count(), completed=done, text="")
-        self._begun, self._done = perf_counter(), 0
-        self._unit = {"batch": "batches"}.get(unit, f"{unit}s")
-        self._progress.start()
-
-    def draw(self, steps: int, text: str) -> None:
-        self._done += steps
-        rate = self._done / max(1e-9, perf_counter() - self._begun)
-        self._progress.update(self._task, advance=steps, text=f"{rate:.1f} {self._unit}/s, {text}", refresh=True)
-
-    def close(self) -> None:
-        self._progress.stop()
+            self._bar.close()

@@ -1,4 +1,4 @@
-"""The progress bar of both loaders, in a terminal and without, drawn by both packages."""
+"""The progress bar of both loaders, in a terminal and without."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.errors import LoaderClosed
-from asyncloader.progress_bar import _CountedAsyncSteps, _CountedSteps, _Display
+from asyncloader.progress_bar import _CountedAsyncSteps, _CountedSteps, _Words
 from asyncloader.telemetry.statistics import Statistics
 from tests import script_server
 from tests.helpers.datasets import Numbers
@@ -68,7 +68,6 @@ ASYNC = """
     asyncio.run(main())
     print(threading.active_count())
 """
-RICH = "    sys.modules['tqdm'] = None\n"
 
 
 def in_terminal(program: str, folder: Path) -> tuple[list[str], str]:
@@ -96,16 +95,15 @@ def in_terminal(program: str, folder: Path) -> tuple[list[str], str]:
     return output.splitlines(), shown.decode()
 
 
-@pytest.mark.parametrize("package", ["tqdm", pytest.param("rich", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("program", "workers"), [(SYNC, 0), (ASYNC, 2), pytest.param(SYNC, 2, marks=pytest.mark.thorough)]
 )
-def test_a_bar_in_a_terminal(tmp_path: Path, package: str, program: str, workers: int) -> None:
+def test_a_bar_in_a_terminal(tmp_path: Path, program: str, workers: int) -> None:
     """It counts all steps, shows rate and waiting, is drawn ten times a second at most, closes when the loop is left,
     begins where the loader resumes, counts steps that are left out, and leaves no thread.
     """
-    pytest.importorskip(package)
-    lines, shown = in_terminal((RICH if package == "rich" else "") + program.format(workers=workers), tmp_path)
+    pytest.importorskip("tqdm")
+    lines, shown = in_terminal(program.format(workers=workers), tmp_path)
     (number, seconds), resumed, threads = lines[0].split(), lines[1], lines[2]
     assert (number, resumed, threads) == ("29", "8", "1")
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
@@ -142,28 +140,22 @@ def test_nothing_is_shown_without_a_terminal(capfd: pytest.CaptureFixture[str]) 
 
 
 class Bar:
-    """Keeps the steps that were drawn."""
+    """Keeps the steps that were counted, and draws as tqdm does when it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, judges: bool = True) -> None:
+        def diagnose() -> Any:
+            raise AssertionError("no verdict may be asked for")
+
         self.steps, self.closed = 0, False
+        self.words = _Words(Statistics(), diagnose)
+        self.words.judge_at = 0.0 if judges else inf
 
-    def draw(self, steps: int, text: str) -> None:
-        del text
-        self.steps += steps
+    def update(self) -> None:
+        self.steps += 1
 
     def close(self) -> None:
+        self.words.now()
         self.closed = True
-
-
-def display_of(bar: Bar) -> _Display:
-    """A display on which no verdict may be asked for, though one is due."""
-
-    def diagnose() -> Any:
-        raise AssertionError
-
-    display = _Display(bar, Statistics(), diagnose)
-    display._judge_at = 0.0
-    return display
 
 
 def test_a_cancelled_call_does_not_close_the_bar() -> None:
@@ -179,7 +171,7 @@ def test_a_cancelled_call_does_not_close_the_bar() -> None:
 
     async def run() -> None:
         bar, waits = Bar(), Waits()
-        batches = _CountedAsyncSteps(waits, display_of(bar))
+        batches = _CountedAsyncSteps(waits, bar, bar.words)
         call = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(0)
         call.cancel()
@@ -188,7 +180,6 @@ def test_a_cancelled_call_does_not_close_the_bar() -> None:
         assert not bar.closed
         waits.go.set()
         assert await anext(batches) == 1
-        batches._display.close(judges=False)
         assert bar.steps == 1
 
     asyncio.run(run())
@@ -197,7 +188,7 @@ def test_a_cancelled_call_does_not_close_the_bar() -> None:
 def test_a_bar_that_is_dropped_asks_for_no_verdict() -> None:
     """The collector may drop it while its thread holds the lock of the figures, for which a verdict would wait."""
     bar = Bar()
-    next(_CountedSteps(iter("ab"), display_of(bar)))
+    next(_CountedSteps(iter("ab"), bar, bar.words))
     assert (bar.steps, bar.closed) == (1, True)
 
 
@@ -208,11 +199,9 @@ def test_an_epoch_that_is_closed(workers: int) -> None:
     """
 
     async def run() -> None:
-        bar = Bar()
-        display = display_of(bar)
-        display._judge_at = inf
+        bar = Bar(judges=False)
         async with AsyncDataLoader[Any](Numbers(8), batch_size=2, num_workers=workers, seed=1) as loader:
-            async with aclosing(_CountedAsyncSteps(aiter(loader), display)) as batches:
+            async with aclosing(_CountedAsyncSteps(aiter(loader), bar, bar.words)) as batches:
                 await anext(batches)
             assert (bar.steps, bar.closed) == (1, True)
             assert not multiprocessing.active_children()
