@@ -12,20 +12,16 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from time import monotonic, time
+from typing import Any
 
 from asyncloader.live.live_server import LiveServer
-from asyncloader.live.node_snapshot import (
-    ConnectionReading,
-    NodeReading,
-    NodeSnapshots,
-    ProcessReading,
-    SessionReading,
-)
+from asyncloader.live.node_snapshot import NodeSnapshots
 from asyncloader.service.node.admission import as_text
 from asyncloader.service.node.server import Node
 from asyncloader.service.node.sessions import Session
+from asyncloader.service.node.worker_processes import HostProcesses
 from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.stacks import process_state
 
@@ -75,44 +71,53 @@ class NodeView:
             yield json.dumps(snapshots.take(self._read())).encode()
             await asyncio.sleep(_PERIOD_S)
 
-    def _read(self) -> NodeReading:
+    def _read(self) -> dict[str, Any]:
         node, now = self._node, monotonic()
-        processes = [
-            ProcessReading(
-                each.pid, _dataset(f"{host.setup.target} with {as_text(host.setup.arguments)}"), *each[1:],
-                process_state(each.pid),
-            )
-            for host in node.hosts
-            for each in host.read()
-        ]  # fmt: skip
-        return NodeReading(
-            pid=os.getpid(),
-            time=time(),
-            clock=now,
-            up_s=now - self._began,
-            addresses=self.addresses,
-            draining=node.draining,
-            problem=line_of(node.problem(), _DATASET),
-            figures=node.figures(),
-            sessions=[_session(each) for each in node.sessions.values()],
-            processes=processes,
-        )
+        return {
+            "pid": os.getpid(),
+            "time": time(),
+            "clock": now,  # which never goes back
+            "addresses": self.addresses,
+            "draining": node.draining,
+            "problem": line_of(node.problem(), _DATASET),
+            "totals": {"up_s": now - self._began, **node.figures()},
+            "sessions": {name: _session(each) for name, each in node.sessions.items()},
+            "processes": {each["pid"]: each for host in node.hosts for each in _processes(host)},
+        }
+
+
+def _processes(host: HostProcesses) -> Iterator[dict[str, Any]]:
+    dataset = _dataset(f"{host.setup.target} with {as_text(host.setup.arguments)}")
+    for each in host.read():
+        yield {**each._asdict(), "dataset": dataset, "state": process_state(each.pid)}
 
 
 def _dataset(text: str) -> str:
     return line_of(text, _DATASET)
 
 
-def _session(session: Session) -> SessionReading:
+def _session(session: Session) -> dict[str, Any]:
     quota = session.quota
-    connections = [
-        ConnectionReading(
-            number, each.worker, each.pid, each.end.relayed, each.end.batches, each.end.sent_bytes,
-            each.end.in_work, each.end.waiting,
-        )
-        for number, each in session.connections.items()
-    ]  # fmt: skip
-    return SessionReading(
-        line_of(quota.name, _NAME), session.peer, _dataset(session.dataset), session.batches, session.sent_bytes,
-        quota.ring_bytes, quota.unsent_bytes, quota.most_bytes, connections,
-    )  # fmt: skip
+    return {
+        "loader": line_of(quota.name, _NAME),
+        "peer": session.peer,
+        "dataset": _dataset(session.dataset),
+        "batches": session.batches,  # also over connections that have ended
+        "bytes": session.sent_bytes,
+        "ring_bytes": quota.ring_bytes,
+        "unsent_bytes": quota.unsent_bytes,
+        "most_bytes": quota.most_bytes,
+        "connections": [
+            {
+                "number": number,
+                "worker": each.worker,
+                "pid": each.pid,
+                "relayed": each.end.relayed,
+                "batches": each.end.batches,
+                "bytes": each.end.sent_bytes,
+                "in_work": each.end.in_work,
+                "waiting": each.end.waiting,
+            }
+            for number, each in session.connections.items()
+        ],
+    }

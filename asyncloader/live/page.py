@@ -14,16 +14,9 @@ PAGE = Path(__file__).with_name("page.html").read_bytes()
 """The page: HTML with its style and script, and nothing from elsewhere."""
 
 
-def _parts(tag: bytes) -> list[bytes]:
-    return re.findall(rb"<" + tag + rb">(.*?)</" + tag + rb">", PAGE, re.DOTALL)
-
-
-STYLE = _parts(b"style")[0].decode()
-"""The page's style, for other pages."""
-
-
 def _hashes(tag: bytes) -> str:
-    digests = (base64.b64encode(hashlib.sha256(each).digest()).decode() for each in _parts(tag))
+    parts = re.findall(rb"<" + tag + rb">(.*?)</" + tag + rb">", PAGE, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(each).digest()).decode() for each in parts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 

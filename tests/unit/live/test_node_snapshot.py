@@ -4,36 +4,53 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from asyncloader.commands.findings import as_lines
 from asyncloader.commands.top import describe, view
-from asyncloader.live.node_snapshot import (
-    ConnectionReading,
-    NodeReading,
-    NodeSnapshots,
-    ProcessReading,
-    SessionReading,
-)
+from asyncloader.live.node_snapshot import NodeSnapshots
+
+Values = dict[str, Any]
 
 
-def connection(worker: int = 0, *, relayed: bool = True, in_work: int = 2, waiting: int = 1) -> ConnectionReading:
-    counts = (in_work, waiting) if relayed else (0, 0)
-    return ConnectionReading(7, worker, 100 + worker, relayed, 5, 500, *counts)
+def connection(worker: int = 0, *, relayed: bool = True) -> Values:
+    counts = {"in_work": 2, "waiting": 1} if relayed else {"in_work": 0, "waiting": 0}
+    return {
+        "number": 7,
+        "worker": worker,
+        "pid": 100 + worker,
+        "relayed": relayed,
+        "batches": 5,
+        "bytes": 500,
+        **counts,
+    }
 
 
-def session(name: str, batches: int, *connections: ConnectionReading, most: int | None = 1 << 30) -> SessionReading:
-    return SessionReading(name, "10.0.0.2", "data:x with n=1", batches, 100 * batches, 4096, 0, most, connections)
+def session(name: str, batches: int, *connections: Values, most: int | None = 1 << 30) -> Values:
+    figures = {"batches": batches, "bytes": 100 * batches, "ring_bytes": 4096, "unsent_bytes": 0, "most_bytes": most}
+    named = {"loader": name, "peer": "10.0.0.2", "dataset": "data:x with n=1"}
+    return {**named, **figures, "connections": connections}
 
 
-def reading(clock: float, *sessions: SessionReading, **changes: Any) -> NodeReading:
-    figures = {"sessions": 1.0, "lanes": 1.0, "refused": 0.0, "processes": 1.0, "deaths": 0.0}
-    usual = NodeReading(
-        1, 1e9 + clock, clock, clock, ["tcp://127.0.0.1:7070"], False, "", {**figures, "tasks": 0.0}, sessions, []
-    )
-    return usual._replace(**changes)
+PROCESS = {"pid": 9, "dataset": "x", "ready": True, "connections": 1, "tasks": 8, "busy_s": 3.0, "state": "running"}
+
+
+def reading(clock: float, *sessions: Values, processes: Sequence[Values] = (), **changes: Any) -> Values:
+    usual = {
+        "pid": 1,
+        "time": 1e9 + clock,
+        "clock": clock,
+        "addresses": ["tcp://127.0.0.1:7070"],
+        "draining": False,
+        "problem": "",
+        "totals": {"up_s": clock, "sessions": 1.0, "tasks": 0.0},
+        "sessions": {each["loader"]: each for each in sessions},
+        "processes": {each["pid"]: each for each in processes},
+    }
+    return usual | changes
 
 
 def test_rates_are_those_since_the_last_reading() -> None:
@@ -41,12 +58,11 @@ def test_rates_are_those_since_the_last_reading() -> None:
     snapshots = NodeSnapshots()
     (first,) = snapshots.take(reading(10.0, session("a", 20, connection())))["sessions"]
     assert (first["batches_per_s"], first["in_work"], first["waiting"]) == (2, 2, 1)
-    process = ProcessReading(9, "x", True, 1, 8, 3.0, "running")
-    found = snapshots.take(reading(12.0, session("a", 30, connection()), session("b", 4), processes=[process]))
+    found = snapshots.take(reading(12.0, session("a", 30, connection()), session("b", 4), processes=[PROCESS]))
     assert [each["batches_per_s"] for each in found["sessions"]] == [5, 2]
     assert found["rates"] == {"interval_s": 2, "batches_per_s": 7, "bytes_per_s": 700}
     assert (found["processes"][0]["busy_frac"], found["processes"][0]["tasks_per_s"]) == (1, 4)
-    again = snapshots.take(reading(13.0, session("a", 1), processes=[process._replace(busy_s=3.5)]))
+    again = snapshots.take(reading(13.0, session("a", 1), processes=[{**PROCESS, "busy_s": 3.5}]))
     assert again["sessions"][0]["batches_per_s"] == 0
     assert again["processes"][0]["busy_frac"] == pytest.approx(0.5)
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -83,7 +99,7 @@ def test_in_words() -> None:
     """A loader whose batches pass the node by has no rate; without a limit, memory is a number."""
     local = session("a", 0, connection(relayed=False), most=None)
     other = session("b", 3, connection(), connection(1))
-    process = ProcessReading(9, "x", False, 1, 8, 3.0, "running")
+    process = {**PROCESS, "ready": False}
     found = NodeSnapshots().take(reading(1.0, local, other, processes=[process]))
     texts = [each.text.partition("; ")[2] for each in describe([found])[1:]]
     assert texts == [
