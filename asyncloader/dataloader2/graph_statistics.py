@@ -305,9 +305,7 @@ class WorkerStatistics(Statistics):
         """Record for the trace of the graph, or (None) no more. Any thread."""
         mine: Recording | None = None
         if recording is not None:
-            from asyncloader.tracing.worker_recording import WorkerRecording  # late: few graphs are traced
-
-            mine = WorkerRecording(recording, self._number, self._workers_of_graph, self.ring_copies)
+            mine = recording.of_worker(self._number, self._workers_of_graph, self.ring_copies)
         while not self.set_trace(self.trace, mine):
             pass  # another thread has changed it between the two looks at it
 

@@ -24,7 +24,6 @@ from asyncloader.cpus import busy_seconds
 from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
 from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigures
 from asyncloader.telemetry.slow_samples import SlowFigures, figures, joined
-from asyncloader.telemetry.slow_start import is_slow, log_parts
 
 if TYPE_CHECKING:
     from asyncloader.tracing.recording import Recording
@@ -33,6 +32,7 @@ _log = logging.getLogger("asyncloader")
 
 _MOST_EARLIER = 16  # newest processes of a worker's number whose slowest samples are kept
 _FIRST_S = 60.0  # of iterating: if more than half of it was waiting, the verdict is said unasked
+_SLOW_S = 10.0  # until a first batch, from which on its parts are logged
 _LOOK_S = 0.05  # between two looks at the CPU time
 # Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few
 # there are, as nothing of it is in the CPU's caches.
@@ -196,9 +196,9 @@ class Statistics(LoaderFigures):
         if self._starting:
             self._starting = False
             self.startup_s += self.time_to_first_batch_s
-            if is_slow(self.time_to_first_batch_s) and not self._told_slow_start:
+            if self.time_to_first_batch_s > _SLOW_S and not self._told_slow_start:
                 self._told_slow_start = True
-                log_parts(self.time_to_first_batch_s, self.blocks())
+                _log_parts(self.time_to_first_batch_s, self.blocks())
 
     def relay(self, level: int, text: str, store: str | None, *, silent: bool) -> None:
         """Log a worker's line. That a store is silent, or answers again, is logged once for all workers."""
@@ -387,6 +387,28 @@ class Statistics(LoaderFigures):
 def _note_twice(note: Callable[[float], object], recording: Recording, seconds: float) -> None:
     note(seconds)
     recording.stage("sampler", seconds)
+
+
+def _log_parts(seconds: float, blocks: Mapping[int, Sequence[float]]) -> None:
+    """Log the parts of the time to the first batch: a mean worker's, and the rest.
+
+    Args:
+        seconds: the whole time.
+        blocks: each worker's counters, by its number; -1: the main process, which is left out.
+    """
+    of_workers = [block for worker, block in blocks.items() if worker >= 0]
+    merged = [sum(each) for each in zip(*of_workers, strict=True)]
+    parts = [
+        times.total / max(1, times.number)
+        for times in (stage_times(merged, stage) for stage in STAGES if stage.startswith(("start_", "first_")))
+    ]
+    # A service's workers run already: there the rest, the search for a node that answers, is nearly all.
+    rest = max(0.0, seconds - sum(parts))
+    _log.warning(
+        "the first batch came after %.1f s: %.1f s to create a worker's process, %.1f s in imports, %.1f s for the "
+        "dataset, %.1f s for its first samples, %.1f s for all else; diagnose() says whether each epoch pays that",
+        *(seconds, *parts, rest),
+    )
 
 
 _NODE = "node/"

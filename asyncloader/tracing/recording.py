@@ -13,6 +13,7 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from copy import copy
 from pathlib import Path
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -82,19 +83,42 @@ class Recording:
         self._copies = copies
         self._leases: deque[_Leased] = deque()  # those whose end was not noticed yet, the oldest first
         self._owner = os.getpid()
+        self._whole: Recording | None = None  # that of several loaders, which this one is a part of
+        self._number, self._workers = 0, 1
 
     @property
     def owned(self) -> bool:
-        """Whether this process began the trace, rather than a process that it was forked from."""
-        return os.getpid() == self._owner
+        """Whether the loader may end the trace: its process began it, and it is not the trace of several loaders."""
+        return os.getpid() == self._owner and self._whole is None
+
+    def of_worker(self, number: int, workers: int, copies: int) -> Recording:
+        """Return a recording for the loader of one worker of several, whose records belong to this recording.
+
+        Each such loader numbers its batches from 0, and calls its worker 0. Here batch B of worker W of N becomes batch
+        B * N + W, which no other worker's has in this epoch.
+
+        Args:
+            number: the worker's.
+            workers: how many there are.
+            copies: of this loader's batches out of their rings, before.
+        """
+        made = copy(self)
+        made._whole, made._number, made._workers, made._copies = self, number, workers, copies
+        return made
+
+    def _seq(self, seq: int) -> int:
+        return seq * self._workers + self._number
+
+    def _worker(self, worker: int) -> int:
+        return worker if self._whole is None else self._number
 
     # ---------------------------------------------------------------------------- called while the loader runs
 
     def assigned(self, run: int, seq: int, worker: int, began: float) -> None:
         """Record that a task was given to a worker, from `began` until now. In the loop's thread."""
-        self._append(AssignedRecord(began, perf_counter(), run, seq, worker))
+        self._append(AssignedRecord(began, perf_counter(), run, self._seq(seq), self._worker(worker)))
 
-    def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer, seq: int | None = None) -> None:
+    def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer) -> None:
         """Record that a worker's batch has arrived. In the loop's thread.
 
         Args:
@@ -102,26 +126,24 @@ class Recording:
             worker: its number.
             process: it.
             answer: has the batch.
-            seq: number of the batch, if it is another than the worker was given.
         """
         result, packed = answer.result, answer.spans
-        if seq is None:
-            seq = result.seq
-        else:
+        seq, whole = self._seq(result.seq), self._whole or self
+        if seq != result.seq:  # another than the worker was given
             packed = with_seq(packed, seq)
         batch = result.sent, result.busy, result.samples, result.nbytes
         spans = packed, result.epoch, len(answer.records)
-        source = Source(worker, process.place, process.node)
+        source = Source(self._worker(worker), process.place, process.node)
         self._append(MadeRecord(answer.arrived, run, seq, source, *batch, *spans))
-        self._span_bytes += len(answer.spans)
-        while len(self._records) > MOST_RECORDS or (self._span_bytes > MOST_SPAN_BYTES and self._records):
-            oldest, self._shortened = self._records.popleft(), True
+        whole._span_bytes += len(answer.spans)
+        while len(self._records) > MOST_RECORDS or (whole._span_bytes > MOST_SPAN_BYTES and self._records):
+            oldest, whole._shortened = self._records.popleft(), True
             if isinstance(oldest, MadeRecord):
-                self._span_bytes -= len(oldest.spans)
+                whole._span_bytes -= len(oldest.spans)
 
     def ordered(self, run: int, seq: int) -> None:
         """Record that all earlier batches have come, so that this batch is passed on. In the loop's thread."""
-        self._append(OrderedRecord(perf_counter(), run, seq))
+        self._append(OrderedRecord(perf_counter(), run, self._seq(seq)))
 
     def delivered(
         self, run: int, seq: int, worker: int, begin: float, taken: float, ring: Any, slot: int, copies: int
@@ -139,6 +161,7 @@ class Recording:
             copies: of batches out of rings, so far.
         """
         now = perf_counter()
+        seq, worker = self._seq(seq), self._worker(worker)
         held = -1 if ring is None else ring.leased
         copied, self._copies = copies > self._copies, copies
         self._note_lease_ends(now)
@@ -164,7 +187,9 @@ class Recording:
 
     def event(self, name: str, worker: int | None = None, **figures: Any) -> None:
         """Record an event that happens now, at a worker or (None) in the main process. Any thread."""
-        self._append(EventRecord(perf_counter(), name, worker, figures))
+        if "batch" in figures:
+            figures["batch"] = self._seq(figures["batch"])
+        self._append(EventRecord(perf_counter(), name, None if worker is None else self._worker(worker), figures))
 
     def died(self, worker: int, death: WorkerDied, *, left: bool, lost: bool) -> None:
         """Record that a worker has ended although it was not asked to."""
@@ -173,6 +198,8 @@ class Recording:
 
     def timed_out(self, report: str) -> str:
         """Record that the consumer gets a time-out. Returns a line about the file that was written; may be empty."""
+        if self._whole is not None:
+            return self._whole.timed_out(report)
         self.event("time-out", report=report)
         if self._last is None or self.file is None or self._dumps >= _MOST_DUMPS or not self.owned:
             return ""

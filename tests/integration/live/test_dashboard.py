@@ -180,18 +180,6 @@ def test_it_is_closed_before_the_loader() -> None:
         assert second.url in second._repr_html_()
 
 
-def test_workers_that_are_replaced() -> None:
-    """The row of a worker is that of its replacement, and the restart is counted."""
-    with DataLoader[Any](Numbers(400), batch_size=4, num_workers=1, seed=1) as loader:
-        board = loader.dashboard()
-        batches = iter(loader)
-        next(batches)
-        (before,) = look(board.socket)["workers"]
-        os.kill(int(before["place"].removeprefix("pid ")), signal.SIGKILL)
-        assert len([*batches]) == 99
-        assert look(board.socket)["totals"]["worker_restarts"] == 1
-
-
 def test_a_forked_child_has_no_view() -> None:
     """Its copies of the sockets are let go, so that readers see the end; its own loader may open its own view."""
     with DataLoader[Any](Numbers(8)) as loader:

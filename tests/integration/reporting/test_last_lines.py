@@ -93,13 +93,6 @@ MISTAKES = {
     "a missing shard": Mistake(
         'for _ in DataLoader(RemoteIterableDataset("none/x-{000..003}.tar")): pass', MISSING, 24
     ),
-    "a missing shard, async": Mistake(
-        READ.format('AsyncDataLoader(RemoteIterableDataset("none/x-{{000..003}}.tar"))')
-        .replace("{{", "{")
-        .replace("}}", "}"),
-        MISSING,
-        36,
-    ),
     "a shard of no known format": Mistake('for _ in DataLoader(RemoteIterableDataset("x.csv")): pass', EXTENSION, 70),
     "a failing stream": Mistake(f"{FAILING}\nfor _ in DataLoader(Stream()): pass", "ValueError: broken", 7),
     "a failing stream, async": Mistake(FAILING + READ.format("AsyncDataLoader(Stream())"), "ValueError: broken", 18),
@@ -156,22 +149,6 @@ OF_OPTIONS = {
     "a number as text": Mistake(
         'DataLoader([5], num_workers="Auto")',
         "TypeError: num_workers should be an integer or 'auto', but got num_workers='Auto'",
-    ),
-    "two kinds of batches": Mistake(
-        "DataLoader([5], batch_size=2, batch_sampler=[[0]])",
-        "ValueError: batch_sampler option is mutually exclusive with batch_size, shuffle, sampler, and drop_last",
-    ),
-    "shuffle beside a sampler": Mistake(
-        "DataLoader([5], shuffle=True, sampler=[0])", "ValueError: sampler option is mutually exclusive with shuffle"
-    ),
-    "shuffle of a stream": Mistake(
-        f"{FAILING}\nDataLoader(Stream(), shuffle=True)",
-        "ValueError: DataLoader with IterableDataset: expected unspecified shuffle option, but got shuffle=True",
-    ),
-    "prefetch_factor without workers": Mistake(
-        "DataLoader([5], prefetch_factor=2)",
-        "ValueError: prefetch_factor option could only be specified in multiprocessing.let num_workers > 0 to enable "
-        "multiprocessing, otherwise set prefetch_factor to None.",
     ),
     "timeout without workers": Mistake(
         "iter(DataLoader([5], timeout=3))", "timeout=3 needs workers: set num_workers, or leave it at 0", 20
@@ -270,12 +247,6 @@ OF_LIFETIMES = {
         "loader as "
         "it was, or begin anew without the state",
     ),
-    "a state of other samples": Mistake(
-        f"{STATE}DataLoader(list(range(5)), seed=1).load_state_dict(state)",
-        "asyncloader.errors.StateError: the state was saved with length=9, but this loader has length=5; make "
-        "the loader "
-        "as it was, or begin anew without the state",
-    ),
     "a state of other ranks": Mistake(
         "loader = DataLoader(list(range(9)), 4, seed=1)\nnext(iter(loader))\nstate = loader.state_dict()\n"
         "DataLoader(list(range(9)), 3, seed=1, rank=0, world_size=2).load_state_dict(state)",
@@ -291,10 +262,6 @@ OF_LIFETIMES = {
     "a batch is not awaited": Mistake(
         "async def main():\n    anext(aiter(AsyncDataLoader([5])))\nasyncio.run(main())\nraise SystemExit(1)",
         "RuntimeWarning: coroutine 'AsyncInlineIterator.__anext__' was never awaited",
-    ),
-    "aclose is not awaited": Mistake(
-        "async def main():\n    AsyncDataLoader([5]).aclose()\nasyncio.run(main())\nraise SystemExit(1)",
-        "RuntimeWarning: coroutine 'AsyncDataLoader.aclose' was never awaited",
     ),
     "a closed loader": Mistake(
         "loader = DataLoader([5])\nloader.close()\nfor _ in loader: pass",
@@ -330,11 +297,6 @@ OF_SHARDS = {
         "itself",
         50,
     ),
-    "a brace without an end": Mistake(
-        'for _ in DataLoader(RemoteIterableDataset("x-{000..003.tar")): pass',
-        "ValueError: 'x-{000..003.tar' has a '{' without its '}'; write \\{ for the character itself",
-        56,
-    ),
     "a shard that the server has not": Mistake(
         f"{SERVER}\nfor _ in DataLoader(RemoteIterableDataset(url)): pass",
         "asyncloader.transports.errors.ObjectNotFound: 'x.tar' does not exist: http://127.0.0.1:1/x.tar answered "
@@ -359,7 +321,6 @@ OF_SHARDS = {
 IMPORTS_2 = """
 from torch.utils.data.datapipes.iter import IterableWrapper
 from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
-from asyncloader import StatefulDataLoader
 from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 """
 FORKSERVER = 'num_workers=1, multiprocessing_context="forkserver"'
@@ -377,8 +338,6 @@ def of_each_loader(arguments: str) -> dict[str, str]:
     return {
         "": f"for _ in DataLoader({arguments}): pass",
         ", async": READ.format(f"AsyncDataLoader({arguments})"),
-        ", persistent": f"for _ in DataLoader({arguments}, persistent_workers=True): pass",
-        ", stateful": f"{IMPORTS_2}for _ in StatefulDataLoader({arguments}): pass",
     }
 
 

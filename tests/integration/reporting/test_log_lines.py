@@ -73,7 +73,7 @@ def test_bad_samples(workers: int, caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_slow_start(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log has the parts of the time to the first batch, once."""
-    monkeypatch.setattr("asyncloader.telemetry.slow_start._SLOW_S", 0.0)
+    monkeypatch.setattr("asyncloader.telemetry.statistics._SLOW_S", 0.0)
     loader = DataLoader(Numbers(8), batch_size=4, num_workers=2)
     list(loader)
     list(loader)

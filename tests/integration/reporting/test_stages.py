@@ -13,7 +13,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
-from asyncloader.telemetry.counters import STAGES
 from tests.helpers.datasets import AsyncNumbers, DiesOnce, Numbers
 from tests.helpers.http_store import serving, status
 from tests.helpers.running import KINDS, run_async
@@ -186,28 +185,6 @@ def test_stats_may_be_asked_for_in_any_thread() -> None:
     gate.set()
     thread.join()
     assert loader.stats()["data/batches"] == 1
-
-
-def test_metrics_are_what_stats_says() -> None:
-    """Each metric has a type, and the stages of each worker are separate."""
-    loader = DataLoader(Numbers(24), batch_size=4, num_workers=2, decode=decode_slowly)
-    list(loader)
-    stats, metrics = loader.stats(), {metric.name: metric for metric in loader.metrics()}
-    batches = metrics["asyncloader_data_batches"]
-    assert (batches.type, batches.unit, batches.samples) == (
-        "counter",
-        "batches",
-        [("asyncloader_data_batches_total", {}, 6)],
-    )
-    assert metrics["asyncloader_data_wait_seconds"].samples[0].name == "asyncloader_data_wait_seconds_total"
-    assert metrics["asyncloader_data_queue_depth"].type == "gauge"
-    stage = metrics["asyncloader_stage_seconds"]
-    decoded = [sample for sample in stage.samples if sample.labels["stage"] == "decode"]
-    assert {sample.labels["worker"] for sample in decoded} == {"0", "1"}
-    totals = [sample.value for sample in decoded if sample.name.endswith("_count")]
-    assert sum(totals) == stats["stage/decode/count"] == 6
-    assert {sample.labels["stage"] for sample in stage.samples} <= set(STAGES)
-    assert {sample.labels["worker"] for sample in stage.samples if sample.labels["stage"] == "wait"} == {"main"}
 
 
 def test_the_start_of_workers_counts_once_an_epoch_that_starts_them() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator
 from time import perf_counter
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Sampler
 
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.helpers.datasets import AsyncNumbers, Custom, Images, Numbers, UnevenStream
@@ -84,26 +83,6 @@ def test_waiting_for_the_sampler_is_waiting(kind: str, workers: int) -> None:
     loader = LOADERS[kind](Numbers(200), batch_size=4, num_workers=workers, sampler=sampler)
     exhaust(loader)
     assert loader.stats()["data/wait_s"] > 0.95 * sampler.seconds
-
-
-class Sleeping(Dataset[int]):
-    """Samples that wait longer than they compute."""
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.01)
-        return index
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_without_workers_waiting_is_told_from_computing(kind: str) -> None:
-    """Waiting is distinguished, also in the thread where an async loader calls a blocking dataset."""
-    loader = LOADERS[kind](Sleeping(), batch_size=5)
-    exhaust(loader)
-    found = loader.diagnose()
-    assert found.bound == "fetch", found
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -230,12 +230,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"num_workers": 4}, {"num_workers": 8}),
         "Samples cost computing",
     ),
-    "a dataset that computes, without workers": (
-        run({"fetch": 0.095}, main_cpu_s=9.9, **COMPUTES),
-        "compute",
-        ({"num_workers": 2}, {"num_workers": 8}),
-        "Samples cost computing",
-    ),
     "decoding, without workers": (
         run({"fetch": 0.001, "decode": 0.094}, main_cpu_s=9.9, **COMPUTES),
         "compute",
@@ -308,45 +302,11 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"num_workers": 2},),
         "All 2 CPUs are busy, 1.5 of them with other programs: make samples cheaper.",
     ),
-    "the same, without workers": (
-        run({"fetch": 0.095}, sampled_s=5.0, sampled_cpu_s=2.4, delayed_s=2.4, cpus=2, main_cpu_s=4.7, others_cpu=1.5),
-        "compute",
-        ({"num_workers": 2},),
-        "Samples cost computing",
-    ),
-    "tiny batches, whose workers sleep and wake all the time": (
-        run(
-            {"consumer": 0.0001},
-            worker(1e-5, 0.01, delayed_s=0.01),
-            worker(1e-5, 0.01, delayed_s=0.01),
-            elapsed_s=0.06,
-            wait_s=0.05,
-            startup_s=0.0,
-            main_cpu_s=0.03,
-            cpus=2,
-            others_cpu=0.1,
-        ),
-        "overhead",
-        ({"num_workers": 0},),
-        "make batches larger. Worth trying: num_workers=0. asyncloader try measures it.",
-    ),
     "a control group whose quota is used up": (
         run({}, worker(0.19, 3.5, delayed_s=5), worker(0.19, 3.5, delayed_s=5), cpus=2, cpu_limit=0.7, main_cpu_s=0.1),
         "cpus",
         (),
         "The 0.7 CPUs that the control group's quota allows are used up",
-    ),
-    "photos whose workers are started anew for each epoch": (
-        run(
-            {},
-            *(worker(0.15, 5.5, delayed_s=2.5, starts=4), worker(0.15, 5.5, delayed_s=2.5, starts=4)),
-            cpus=2,
-            epochs=4,
-            startup_s=2.0,
-        ),
-        "cpus",
-        ({"persistent_workers": True},),
-        "All 2 CPUs are busy",
     ),
     "more workers than CPUs": (
         run({}, *[worker(0.6, 4.5, 25, delayed_s=6)] * 4, cpus=2, main_cpu_s=0.1),
