@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.errors import LoaderError, text_of
@@ -59,7 +58,6 @@ def parser() -> argparse.ArgumentParser:
         default=60.0,
         help="begin no run after these, but for four that are always made; default 60",
     )
-    verify.add_argument("--junit", type=Path, metavar="FILE", help="write JUnit XML, too")
     verify.add_argument(
         "target", metavar="MODULE:FUNCTION", help="a function that returns a loader; or file.py:function"
     )
@@ -152,11 +150,8 @@ def _report(command: str, flags: dict[str, Any], findings: list[Finding]) -> int
     from asyncloader.commands.findings import document, has_problem
     from asyncloader.commands.terminal import FindingPrinter, print_json, quiet_output
 
-    if flags.get("junit"):
-        _check_writable(flags["junit"])  # now, not after a minute of runs
     if flags.get("file"):
         _check_regular(flags["file"])
-    began = perf_counter()
     printer = None if flags["json"] else FindingPrinter(_heading(command, flags))
     context: AbstractContextManager[Any] = quiet_output() if printer is None else printer
     with context:
@@ -164,11 +159,6 @@ def _report(command: str, flags: dict[str, Any], findings: list[Finding]) -> int
             findings.append(finding)
             if printer is not None:
                 printer.print(finding)
-    if flags.get("junit"):
-        from asyncloader.verification.junit import as_junit
-
-        text = as_junit(flags["target"], findings, perf_counter() - began)
-        flags["junit"].write_text(text, encoding="utf-8")
     if flags["json"]:
         print_json(document(findings))
     return int(has_problem(findings))
@@ -186,14 +176,6 @@ def _check_regular(file: Path) -> None:
         raise IsADirectoryError(f"{file} is a directory: give a file in it")
     if not stat.S_ISREG(mode):
         raise ValueError(f"{file} is no regular file: write its content to one")
-
-
-def _check_writable(file: Path) -> None:
-    """Check that a file can be written, without leaving an empty file. Raises OSError: it cannot."""
-    new = not file.exists()
-    file.open("a").close()
-    if new:
-        file.unlink()
 
 
 def _heading(command: str, flags: dict[str, Any]) -> str:

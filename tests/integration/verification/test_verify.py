@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree as ET
 
 import psutil
 import pytest
@@ -26,7 +25,6 @@ from asyncloader.verification import verdict
 from asyncloader.verification import verify as verify_module
 from asyncloader.verification.disturbances import LoaderFacts, disturbances
 from asyncloader.verification.interpreter import Interpreter
-from asyncloader.verification.junit import as_junit
 from asyncloader.verification.runs import RunJob, _kill_worker, run
 from asyncloader.verification.target import CannotVerify, import_target, make_loader
 from asyncloader.verification.user_code import UserFailure
@@ -230,14 +228,6 @@ def test_a_run_without_end_that_shows_no_line(name: str, state: str) -> None:
     assert verdict.broken(name, UserFailure("did not end in time", late=True), "the run").state == state
 
 
-@pytest.mark.parametrize("name", ["no/a.xml", "."])
-def test_a_report_that_cannot_be_written(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Is refused before anything is run."""
-    assert main(["verify", "nowhere:make", "--junit", str(tmp_path / name)]) == 2
-    assert capsys.readouterr().err.startswith("asyncloader verify: [Errno ")
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.thorough
 def test_a_target_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ends the command with a line that says why, and exit code 2."""
@@ -348,17 +338,3 @@ def test_draws_follow_from_the_seed() -> None:
     assert {each.workers for each in disturbances(stream, ways, 9, 1)} == {3}
     assert "kill" not in {each.kind for each in disturbances(facts, ["threads"], 9, 1)}
     assert "resume" not in {each.kind for each in disturbances(facts, ways, 1, 1)}
-
-
-def test_junit() -> None:
-    """Problems are failures with file and line; characters that XML forbids do not break the file."""
-    findings = [
-        Finding("loader", "ok", "<a>"),
-        Finding("kept state", "problem", "a\0\x1b & b", "do", {"file": "a.py", "line": 3}),
-    ]
-    root = ET.fromstring(as_junit("m:f", findings, 1.5))
-    suite = root[0]
-    assert (suite.get("tests"), suite.get("failures"), suite.get("time")) == ("2", "1", "1.500")
-    assert suite[1].attrib == {"classname": "m:f", "name": "kept state", "file": "a.py", "line": "3"}
-    failure = suite[1][0]
-    assert (failure.tag, failure.get("message"), failure.text) == ("failure", "a?? & b", "a?? & b\ndo")
