@@ -26,12 +26,12 @@ class LoaderDashboard:
         self._ended = False
         self._lock = threading.Lock()
 
-    def open(self, loader: Any, look: Callable[[Any], Reading], statistics: Statistics, port: int) -> Dashboard | None:
+    def open(self, loader: Any, read: Callable[[Any], Reading], statistics: Statistics, port: int) -> Dashboard | None:
         """Return the view, with its page. None: the loader was closed meanwhile.
 
         Args:
             loader: as of `Dashboard`.
-            look: as of `Dashboard`.
+            read: as of `Dashboard`.
             statistics: as of `Dashboard`.
             port: of the page; 0: any.
 
@@ -43,7 +43,7 @@ class LoaderDashboard:
         with self._exclusive():
             dashboard = self._dashboard
             if dashboard is None or not dashboard.open:
-                self._dashboard = dashboard = Dashboard(loader, look, statistics)
+                self._dashboard = dashboard = Dashboard(loader, read, statistics)
             # Behind the assignment: `end` either sets this before, or finds the view.
             if self._ended:
                 dashboard.close()
@@ -51,7 +51,7 @@ class LoaderDashboard:
             dashboard.serve_page(port)
         return dashboard
 
-    def watch(self, loader: Any, look: Callable[[Any], Reading], statistics: Statistics) -> None:
+    def watch(self, loader: Any, read: Callable[[Any], Reading], statistics: Statistics) -> None:
         """Open the socket, unless it is open or the loader was closed."""
         if self._dashboard is not None or self._ended:
             return
@@ -59,7 +59,7 @@ class LoaderDashboard:
 
         with self._exclusive():
             if self._dashboard is None:
-                self._dashboard = watch(loader, look, statistics)
+                self._dashboard = watch(loader, read, statistics)
             if self._ended and self._dashboard is not None:
                 self._dashboard.close()
 

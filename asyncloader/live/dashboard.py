@@ -42,18 +42,18 @@ class Dashboard:
 
     Args:
         loader: the loader, to which it refers weakly.
-        look: reads the loader.
+        read: reads the loader.
         statistics: the loader's counters.
 
     Raises:
         OSError: the folder of the sockets cannot be used.
     """
 
-    def __init__(self, loader: Any, look: Callable[[Any], Reading], statistics: Statistics) -> None:
+    def __init__(self, loader: Any, read: Callable[[Any], Reading], statistics: Statistics) -> None:
         self._owner = os.getpid()
         self._statistics = statistics
         traces = TraceDownload(statistics, type(loader).__name__)
-        self._server = server = LiveServer(partial(_lines, weakref.ref(loader), look), traces.take)
+        self._server = server = LiveServer(partial(_lines, weakref.ref(loader), read), traces.take)
         self._bridge = bridge = Bridge()
         # Before the first socket: a fork in another thread from now on closes it in its child.
         in_forked_child(_close_copies)
@@ -118,26 +118,26 @@ class Dashboard:
         return f'<a href="{self.url}" target="_blank" rel="noopener noreferrer">{self.url}</a>'
 
 
-async def _lines(loader: weakref.ref[Any], look: Callable[[Any], Reading]) -> AsyncGenerator[bytes]:
+async def _lines(loader: weakref.ref[Any], read: Callable[[Any], Reading]) -> AsyncGenerator[bytes]:
     """Make a line each second: a snapshot of the loader, as JSON."""
     snapshots = Snapshots()
-    while (line := _line(loader, look, snapshots)) is not None:
+    while (line := _line(loader, read, snapshots)) is not None:
         yield line
         await asyncio.sleep(_PERIOD_S)
 
 
-def _line(loader: weakref.ref[Any], look: Callable[[Any], Reading], snapshots: Snapshots) -> bytes | None:
+def _line(loader: weakref.ref[Any], read: Callable[[Any], Reading], snapshots: Snapshots) -> bytes | None:
     # A function, because the reference to the loader must go before the next line.
     this = loader()
-    return None if this is None else json.dumps(snapshots.take(look(this))).encode()
+    return None if this is None else json.dumps(snapshots.take(read(this))).encode()
 
 
-def watch(loader: Any, look: Callable[[Any], Reading], statistics: Statistics) -> Dashboard | None:
+def watch(loader: Any, read: Callable[[Any], Reading], statistics: Statistics) -> Dashboard | None:
     """Open the socket of a loader whose process was started with ``ASYNCLOADER_TOP=1``; a failure is logged only."""
     if get_worker_info() is not None:  # a loader in a worker's dataset
         return None
     try:
-        return Dashboard(loader, look, statistics)
+        return Dashboard(loader, read, statistics)
     except (OSError, RuntimeError) as error:  # RuntimeError: no more threads can be started
         _log.warning("ASYNCLOADER_TOP: %r cannot be watched: %s", loader, error)
         return None
