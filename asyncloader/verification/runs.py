@@ -23,7 +23,7 @@ from asyncloader.verification.tokens import fields, rows, token
 from asyncloader.verification.user_code import UserFailure
 
 
-class FactsJob(NamedTuple):
+class LookJob(NamedTuple):
     """Asks for the facts about the user's loader."""
 
 
@@ -78,7 +78,7 @@ class RunResult:
     failure: UserFailure | None = None
 
 
-def read_facts(make: Callable[[], Any]) -> LoaderFacts:
+def look(make: Callable[[], Any]) -> LoaderFacts:
     """Return the facts about the user's loader, of which a loader that the runs read can be made."""
     loader = make_loader(make, 0)
     found = facts(loader)

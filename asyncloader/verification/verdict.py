@@ -11,7 +11,7 @@ from typing import Any, Literal
 from asyncloader.commands.findings import Finding
 from asyncloader.verification.causes import Draw
 from asyncloader.verification.runs import Batch
-from asyncloader.verification.user_code import UserFailure, short
+from asyncloader.verification.user_code import CodeLine, UserFailure, short
 
 State = Literal["ok", "note", "problem"]
 OWN_GENERATOR = "draw from asyncloader.sample_rng(), or in a blocking __getitem__ from random, numpy.random or torch"
@@ -51,15 +51,19 @@ def fields_of(expected: Batch, got: Batch) -> str:
 # ----------------------------------------------------------------------------------------------------------- words
 
 
+def at(name: str, state: State, line: CodeLine | None, text: str, advice: str, **figures: Any) -> Finding:
+    """Return a finding about a line."""
+    if line is not None:
+        text, figures = f"{line} in {line.function}: {text}", {**figures, "file": short(line.file), "line": line.line}
+    return Finding(name, state, text, advice, figures)
+
+
 def broken(name: str, failure: UserFailure, doing: str) -> Finding:
     """A run that raised, hung or died."""
     # A disturbance may be slow. Of another run that has no result nothing was verified.
     state: State = "note" if failure.late and failure.line is None and name == "disturbed run" else "problem"
-    text, figures = f"{doing} {failure.text}", dict[str, Any](error=failure.error) if failure.error else {}
-    if (line := failure.line) is not None:
-        text = f"{line} in {line.function}: {text}"
-        figures |= {"file": short(line.file), "line": line.line}
-    return Finding(name, state, text, failure.advice, figures)
+    figures = {"error": failure.error} if failure.error else {}
+    return at(name, state, failure.line, f"{doing} {failure.text}", failure.advice, **figures)
 
 
 def drawn(draws: Sequence[Draw], state: State, number: int, why: str) -> Finding:

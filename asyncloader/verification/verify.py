@@ -16,7 +16,7 @@ from asyncloader.verification import verdict
 from asyncloader.verification.causes import Causes, SearchJob
 from asyncloader.verification.disturbances import Disturbance, LoaderFacts, disturbances
 from asyncloader.verification.interpreter import Interpreter, ServerEnded
-from asyncloader.verification.runs import Batch, FactsJob, RunJob, RunResult
+from asyncloader.verification.runs import Batch, LookJob, RunJob, RunResult
 from asyncloader.verification.user_code import UserFailure
 
 MOST_BATCHES = 24
@@ -139,7 +139,7 @@ class Verification:
     # ------------------------------------------------------------------------------------ the undisturbed run
 
     def _verified(self) -> Iterator[Finding]:
-        facts = self._here.ask(FactsJob(), self._cap)
+        facts = self._here.ask(LookJob(), self._cap)
         if isinstance(facts, UserFailure):
             yield verdict.broken("make_loader", facts, "making the loader")
             return
