@@ -215,11 +215,11 @@ class _SharedFooter:
 
 
 class _Found(NamedTuple):
-    """Rows, as far as they are good; bad rows among them; the number of the row after all of them; and the error that
-    ended them.
+    """Rows as far as they are good, each part with the bad rows before it; the bad rows behind them; the number of the
+    row after all of them; and the error that ended them.
     """
 
-    rows: list[LocatedSamples]
+    rows: list[tuple[list[ShardError], LocatedSamples]]
     bad_rows: list[ShardError]
     after: int
     fault: Exception | None
@@ -275,11 +275,10 @@ class _Decoding:
             if at < stop and found.fault is None:
                 # Before the consumer gets these rows: others are decoded while it works.
                 coming = self._thread.call(partial(self._read, at, stop, tolerant))
-            for error in found.bad_rows:
-                assert on_bad is not None
-                on_bad(error)
-            for rows in found.rows:
+            for bad_rows, rows in found.rows:
+                _report(bad_rows, on_bad)
                 yield rows
+            _report(found.bad_rows, on_bad)
             if found.fault is not None:
                 raise found.fault
             if at >= stop:
@@ -314,14 +313,15 @@ class _Decoding:
         except Exception as error:
             self._failed = True
             return _Found([], [], start, error)
-        rows: list[LocatedSamples] = []
+        rows: list[tuple[list[ShardError], LocatedSamples]] = []
         bad: list[ShardError] = []
         made = RecordBatchRows(self._footer.url, self._options.max_sample_bytes, bad.append if tolerant else None)
         made.place = kept.place
         after = min(stop, kept.rows.stop)
         try:
             for each in made.read(kept.batch, kept.rows.start, start, after):
-                rows.append(each)  # noqa: PERF402 - those before an error are kept
+                rows.append((bad[:], each))
+                bad.clear()
         except ShardError as error:
             return _Found(rows, bad, after, error)
         return _Found(rows, bad, after, None)
@@ -344,6 +344,12 @@ class _Decoding:
             if self._budget is not None:
                 self._budget.take(-self._bytes)
                 self._kept.clear()
+
+
+def _report(bad_rows: Sequence[ShardError], on_bad: OnBad | None) -> None:
+    for error in bad_rows:
+        assert on_bad is not None
+        on_bad(error)
 
 
 class Ranges:

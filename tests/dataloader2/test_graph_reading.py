@@ -8,13 +8,11 @@ import os
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from asyncloader import progress_bar
 from asyncloader.__main__ import main
 from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 from asyncloader.errors import LoaderClosed
@@ -181,17 +179,21 @@ def test_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
 
     class Bar:
-        def __init__(self, title: str, count: Callable[[], int | None], done: int, unit: str) -> None:
-            shown.append([title, count(), done, unit])
+        format_dict: Any = property(lambda bar: {"unit": bar.unit})
 
-        def draw(self, steps: int, text: str) -> None:
-            shown[-1][2] += steps
-            assert text.startswith("waits ")
+        def __init__(self, *, desc: str, total: int | None, initial: int, unit: str, **_: Any) -> None:
+            shown.append([desc, total, initial, unit])
+            self.unit = unit
 
-        def close(self) -> None:
-            shown[-1].append("closed")
+        def update(self) -> None:
+            shown[-1][2] += 1
+            assert self.format_dict["postfix"].startswith("waits ")
 
-    monkeypatch.setattr(progress_bar, "_open_bar", Bar)
+        def close(self) -> None:  # idempotent, as tqdm's
+            shown[-1][4:] = ["closed"]
+
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     graph = numbers(8).map(double)
     with DataLoader2[Any](graph) as loader:
         assert list(loader.progress()) == [2 * x for x in range(8)]
