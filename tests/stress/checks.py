@@ -214,6 +214,7 @@ class _Matching:
     epoch: Epoch
     stopped: bool = False
     ended: bool = False
+    unbegun: bool = False  # an error came before the first batch, and the next call began the epoch again
     lost: int = 0  # out of order: errors in place of a batch that cannot be identified
     problems: list[str] = field(default_factory=list[str])
 
@@ -228,6 +229,8 @@ class _Matching:
         """The next event; `last` says that only the end can follow."""
         if event.wrong:
             self.problems.append(f"{event}: {event.wrong}")
+        if self.stopped and not self.taken and event.kind != "end":
+            self.stopped, self.unbegun = False, True
         if self.ended or (self.stopped and event.kind != "end"):
             self.problems.append(f"{event} came after the end")
         elif event.kind == "end":
@@ -280,7 +283,7 @@ def compare(epoch: Epoch, events: Sequence[Event], name: str) -> list[str]:
     problems = matching.problems
     if not (matching.ended or epoch.open_end):
         problems.append("no end came")
-    if epoch.must_stop and not matching.stopped:
+    if epoch.must_stop and not (matching.stopped or matching.unbegun):
         problems.append(f"none of {epoch.stop} came")
     if problems:
         wanted = Counter(item.indices for item in epoch.items if item.indices is not None)

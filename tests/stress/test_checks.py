@@ -70,6 +70,8 @@ def test_a_death_without_restarts_ends_the_epoch() -> None:
     died = error("WorkerDied", "LoaderError")
     assert compare(epoch, [*RIGHT[:2], died, END], "") == []
     assert compare(epoch, [died, END], "") == []
+    assert compare(epoch, [died, *RIGHT], "") == []  # it had not begun, and the next call begins it
+    assert compare(epoch, [died, *RIGHT[:2]], "")
     assert compare(epoch, [*RIGHT[:3], died, END], "")  # the batch over which it died cannot have come
     assert compare(epoch, [RIGHT[1], died, END], "")
     assert compare(epoch, RIGHT, "")
