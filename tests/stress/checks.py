@@ -281,7 +281,8 @@ def compare(epoch: Epoch, events: Sequence[Event], name: str) -> list[str]:
         if len(matching.problems) > 3:
             break
     problems = matching.problems
-    if not (matching.ended or epoch.open_end):
+    begins_again = matching.unbegun and not matching.taken  # and fails again, each time
+    if not (matching.ended or epoch.open_end or begins_again):
         problems.append("no end came")
     if epoch.must_stop and not (matching.stopped or matching.unbegun):
         problems.append(f"none of {epoch.stop} came")
