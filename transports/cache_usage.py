@@ -150,6 +150,8 @@ class CacheUsage:
         try:
             descriptor = open_regular(self._path, flags)
         except FileNotFoundError:
+            if flags & os.O_CREAT:
+                raise  # the folder was deleted
             yield -1, None
             return
         try:

@@ -47,9 +47,10 @@ class RayWorkers:
             CPUs that are free when the node starts, and at least one.
         resources: Ray's custom resources that each node reserves, which limits the nodes to machines that have them;
             None: none.
+        max_nodes: was removed.
 
     Raises:
-        ValueError: a number is below 1.
+        ValueError: a number is below 1, or `max_nodes` is given.
     """
 
     def __init__(
@@ -58,7 +59,10 @@ class RayWorkers:
         *,
         cpus_per_node: int | None = None,
         resources: Mapping[str, float] | None = None,
+        max_nodes: None = None,
     ) -> None:
+        if max_nodes is not None:
+            raise ValueError(f"RayWorkers(max_nodes={max_nodes!r}) was removed: give nodes= a number, or 'auto'")
         if nodes != "auto" and not (type(nodes) is int and nodes >= 1):
             raise ValueError(f"nodes should be 'auto' or a number, at least 1, but got nodes={nodes!r}")
         if cpus_per_node is not None and not (type(cpus_per_node) is int and cpus_per_node >= 1):

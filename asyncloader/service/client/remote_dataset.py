@@ -362,7 +362,9 @@ def _place(workers: Any) -> Any:
     if isinstance(workers, Service) or (hasattr(workers, "serve") and not isinstance(workers, type)):
         return workers
     hint = ""
-    if isinstance(workers, str):
+    if workers == "shared":
+        hint = "It was removed: start asyncloader serve --listen unix:/path before the ranks, and give its address. "
+    elif isinstance(workers, str):
         near = get_close_matches(workers.strip().lower(), [THREADS], n=1)
         hint = f"Did you mean {near[0]!r}? " if near else ""
     elif isinstance(workers, int) and workers > 1:

@@ -30,6 +30,7 @@ class Service:
             deliver, a worker that finds no node keeps looking. A node that works on a task for a long time is not given
             up: the loader's `timeout` and `worker_timeout` bound that. For a node that reports that it makes the
             dataset the loader waits ten minutes, or `wait` if that is longer.
+        share: was removed.
     """
 
     url: str
@@ -38,8 +39,13 @@ class Service:
     tls_cert: str | None = None
     tls_key: str | None = None
     wait: float = 60.0
+    share: str | None = None
 
     def __post_init__(self) -> None:
+        if self.share is not None:
+            raise ValueError(
+                f"Service(share={self.share!r}) was removed: each loader has its batches made; leave share= out"
+            )
         if not isinstance(self.url, str) or not self.url.strip():
             raise ValueError(f"workers={self.url!r} is no address: give tcp://host:port or unix:/path")
         for address in self.addresses:

@@ -30,6 +30,12 @@ def test_a_certificate_without_authorities(files: dict[str, str]) -> None:
         Service("tcp://a:7070", **files)  # type: ignore[arg-type]
 
 
+def test_a_shared_epoch_was_removed() -> None:
+    """The error says what takes its place."""
+    with pytest.raises(ValueError, match="was removed: each loader has its batches made"):
+        Service("tcp://a:7070", share="epoch")
+
+
 @pytest.mark.parametrize(
     ("url", "named"),
     [
