@@ -70,7 +70,7 @@ def diagnose(run: Run) -> Diagnosis:
         if factor != 1.0:
             change[option] = value
             gain *= factor
-            text += f" auto has measured {option}={value}: {factor:.2g} times as fast."
+            text += f" auto has measured {option}={value}: {factor:.3g} times as fast."
     if tries:
         settings = "; ".join(", ".join(f"{name}={value!r}" for name, value in each.items()) for each in tries)
         text += f" Worth trying: {settings}. asyncloader try measures {'them' if len(tries) > 1 else 'it'}."
