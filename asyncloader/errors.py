@@ -143,7 +143,7 @@ class WorkerDied(LoaderError, RuntimeError):
 
     Attributes:
         worker_id: number of the worker, 0 to ``num_workers - 1``.
-        pid: its process id; 0: it was a thread of this process.
+        pid: its process id; 0: it was a thread of this process; -1: it could not be started.
         exitcode: its exit code; the negative number of the signal that killed it; None if unknown.
         reason: further information, such as that the loader killed it, and after how many seconds; may be empty.
         advice: why it was not replaced, and what to do; empty if it was.
@@ -177,8 +177,9 @@ class WorkerDied(LoaderError, RuntimeError):
         # The process's last output comes before the advice: the last line of an error is what a user reads.
         trace = f"\n{'What it wrote last' if self.pid else 'It was here'}:\n{self.trace}\n" if self.trace else " "
         more = " ".join(filter(None, (self.reason, self.advice)))
-        if not self.pid:
-            return f"DataLoader worker {self.worker_id}, a thread, is lost.{trace}{more}".rstrip()
+        if self.pid <= 0:
+            what = " could not be started" if self.pid else ", a thread, is lost"
+            return f"DataLoader worker {self.worker_id}{what}.{trace}{more}".rstrip()
         # The two wordings are torch's own, so that scripts that look for them keep working.
         if self.exitcode is not None and self.exitcode < 0:
             text = f"DataLoader worker (pid {self.pid}) is killed by signal: {signal_name(-self.exitcode)}.{trace}"

@@ -80,7 +80,7 @@ def start(process: Any, context: Any, worker_id: int) -> None:
         if method != "forkserver":
             raise
         # From Python 3.14 on the server itself imports the main module, and ends if that starts workers or raises.
-        raise WorkerDied(worker_id, 0, None, "The fork server has ended.", about_main()) from None
+        raise WorkerDied(worker_id, -1, None, "The fork server has ended.", about_main()) from None
 
 
 def _forget_fork_server() -> None:

@@ -152,7 +152,10 @@ class Payload:
         except BaseException:
             os.close(fd)
             raise
-        return cls(fd, nbytes, collector.fds, pickler, getattr(pickler, "sent", None))
+        # Only where descriptors were collected: the collector of garbage does not look into a pickler's memo, so that a
+        # dataset that refers to its loader would not be freed with it.
+        owners = pickler if collector.fds else None
+        return cls(fd, nbytes, collector.fds, owners, getattr(pickler, "sent", None))
 
     def __reduce__(self) -> Any:
         fds = [InheritedFd(fd) for fd in self.fds]

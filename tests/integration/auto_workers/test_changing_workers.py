@@ -265,7 +265,8 @@ def test_an_excused_worker_that_is_killed_before_it_is_needed_again() -> None:
 
 def test_an_iterator_that_outlives_the_first() -> None:
     """It goes on with the number that the first one has left, and changes it from then on."""
-    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **OPTIONS), 1, 3) as loader:
+    options: Any = {**OPTIONS, "multiprocessing_context": "fork"}
+    with planned(DataLoader[Any](AllDraws(SAMPLES), num_workers="auto", **options), 1, 3) as loader:
         first, second = iter(loader), iter(loader)
         next(first)
         next(second)
@@ -277,17 +278,19 @@ def test_an_iterator_that_outlives_the_first() -> None:
 class Owner:
     """It has a loader and its iterator, and the loader calls it."""
 
-    def __init__(self) -> None:
-        self.loader = DataLoader[Any](Rows(SAMPLES), num_workers="auto", collate_fn=self.collate, **OPTIONS)
+    def __init__(self, method: str) -> None:
+        options: Any = {**OPTIONS, "multiprocessing_context": method}
+        self.loader = DataLoader[Any](Rows(SAMPLES), num_workers="auto", collate_fn=self.collate, **options)
         self.batches: Any = iter(self.loader)
 
     def collate(self, samples: list[Any]) -> int:
         return len(samples)
 
 
-def test_a_loader_that_is_dropped() -> None:
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_a_loader_that_is_dropped(method: str) -> None:
     """In the middle of an epoch, with the object that its options refer to."""
-    owner = Owner()
+    owner = Owner(method)
     assert next(owner.batches) == 4
     # Behind the work on that delivery, which refers to the options for a moment.
     owner.batches._bridge.run(asyncio.sleep(0))

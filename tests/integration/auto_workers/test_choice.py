@@ -214,7 +214,8 @@ def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_dataset_that_has_changed() -> None:
     """Forked workers cannot be added to: they would have another dataset. The loader keeps those that it has."""
     dataset = Rows(400)
-    with planned(DataLoader[Any](dataset, batch_size=2, num_workers="auto", seed=1), 1, 4) as loader:
+    options: Any = {"batch_size": 2, "seed": 1, "multiprocessing_context": "fork"}
+    with planned(DataLoader[Any](dataset, num_workers="auto", **options), 1, 4) as loader:
         batches = iter(loader)
         next(batches)
         dataset.length = 401

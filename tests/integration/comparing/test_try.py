@@ -50,7 +50,8 @@ model = torch.nn.Linear(4, 1)
 GAIN = """
 torch.manual_seed(0)
 if __name__ == "__main__":
-    loader = DataLoader(Slow(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True)
+    workers = {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "fork"}
+    loader = DataLoader(Slow(), batch_size=4, shuffle=True, **workers)  # which Slow asks for
     validation = DataLoader(Numbers(), batch_size=200)
     while True:
         for batch in loader: step(batch)
@@ -151,8 +152,8 @@ def test_a_gain(write: Write, capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert main(["try", "--seconds", "1.5", "--markdown", "--", sys.executable, "train.py"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"[\d.]+ times \([\d.]+ to [\d.]+; two runs of torch differ by \d+%.*\)", told[-1])
-    assert any("train.py:25: DataLoader of torch, num_workers=1" in line and "it judges" in line for line in told)
-    assert any("train.py:26: DataLoader of torch, num_workers=0" in line for line in told)
+    assert any("train.py:26: DataLoader of torch, num_workers=1" in line and "it judges" in line for line in told)
+    assert any("train.py:27: DataLoader of torch, num_workers=0" in line for line in told)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in told if line.startswith("| ")]
     assert [row[0] for row in rows[:4]] == ["loader", "---", "torch", "asyncloader"]
     assert all(len(row) == 6 and row[4].endswith("MiB") and row[5] == "yes" for row in rows[2:4])

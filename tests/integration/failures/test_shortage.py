@@ -249,11 +249,12 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader
 
 async def run():
-    async with AsyncDataLoader(torch.arange(40), num_workers=12, multiprocessing_context="fork") as loader:
+    async with AsyncDataLoader(torch.arange(40), **workers) as loader:
         await anext(aiter(loader))
 
+workers = {"num_workers": 12, "multiprocessing_context": "fork"}
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-for use in (lambda: list(DataLoader(torch.arange(40), num_workers=12)), lambda: asyncio.run(run())):
+for use in (lambda: list(DataLoader(torch.arange(40), **workers)), lambda: asyncio.run(run())):
     try:
         use()
     except OSError as error:

@@ -90,7 +90,8 @@ def test_a_draw_from_the_global_generators(workers: int, kind: str, caplog: pyte
     """The warning arises in the worker, where only a batch could be raised instead: it is logged once, not raised.
     Without workers there is none.
     """
-    numbers, warned = numbers_and_warnings(kind, Drawing(), num_workers=workers, seed=1)
+    options: Any = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    numbers, warned = numbers_and_warnings(kind, Drawing(), seed=1, **options)
     assert (numbers, warned) == ([0, 1, 2, 3], [])
     assert caplog.text.count("drew from the process-global generators") == workers
 
