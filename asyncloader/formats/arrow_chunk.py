@@ -151,20 +151,6 @@ class RowsFile:
         self._single = RecordBatchRows(url, max_sample_bytes, None)
         self._single.place = place
 
-    def within(self, rows: Sequence[int], most: int) -> tuple[int, int]:
-        """Return how many of these rows, ascending, can be read by at most this many bytes, and these bytes. One row
-        can in any case.
-        """
-        taken, last = 0, -1
-        for count, row in enumerate(rows):
-            number = bisect_right(self._firsts, row) - 1
-            if number != last:
-                size = self._offsets[number + 1] - self._offsets[number]
-                if count and taken + size > most:
-                    return count, taken
-                taken, last = taken + size, number
-        return len(rows), taken
-
     def samples(self, read: Read, rows: Sequence[int]) -> list[Sample]:
         """Return the samples of rows, ascending by their numbers in the Parquet file.
 

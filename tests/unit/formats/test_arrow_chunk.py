@@ -226,20 +226,3 @@ def test_only_some_columns() -> None:
     file, read = opened(data, 0, 4, columns=["n"])
     assert len(read.data) < 1000
     assert file.samples(read, [2]) == [{"n": 2, "__key__": "a.parquet:2", "__url__": URL}]
-
-
-@pytest.mark.parametrize("most", [0, 20_000, 250_000, 1 << 30])
-def test_as_many_rows_as_fit(most: int) -> None:
-    """The bytes are those that reading these rows takes; one row more is too many, and a single row never is."""
-    rows = [0, 1, 2, 40, 41, *range(100, 130), 299]
-    sizes = [100 if row % 10 else 60_000 for row in range(ROWS)]
-    file, read = opened(written(pa.table({"value": [bytes(size) for size in sizes]})), 0, ROWS)
-    count, nbytes = file.within(rows, most)
-    read.nbytes = 0
-    file.samples(read, rows[:count])
-    assert read.nbytes == nbytes
-    assert count == 1 or nbytes <= most
-    if count < len(rows):
-        read.nbytes = 0
-        file.samples(read, rows[: count + 1])
-        assert read.nbytes > most
