@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Literal, Protocol, TypeAlias
 
 from typing_extensions import Buffer
@@ -348,13 +347,11 @@ def compressor(compression: Compression) -> Callable[[Sequence[Buffer]], list[Bu
     if compression == "gzip":
         return _gzip
     module = _zstd()
-    compress: Callable[[bytes], Buffer]
-    if module.__name__ == "zstandard":
-        compress = module.ZstdCompressor(level=ZSTD_LEVEL).compress
-    else:
-        compress = partial(module.compress, level=ZSTD_LEVEL)
-    # As a whole: the frame then says its size, which some readers need.
-    return lambda pieces: [compress(b"".join(pieces))]
+    if module.__name__ != "zstandard":
+        return lambda pieces: [module.compress(b"".join(pieces), level=ZSTD_LEVEL)]
+    # As a whole: the frame then says its size, which some readers need. A compressor for each shard: several threads
+    # compress at a time, and must not share its state.
+    return lambda pieces: [module.ZstdCompressor(level=ZSTD_LEVEL).compress(b"".join(pieces))]
 
 
 def _gzip(pieces: Sequence[Buffer]) -> list[Buffer]:

@@ -8,7 +8,7 @@ import math
 import pickle
 import tarfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal
 from typing import Any
 
@@ -481,3 +481,13 @@ def test_compressed_shards_are_read_again(samples: list[dict[str, Any]], kind: A
     if kind == "gzip":
         assert packed[:10] == b"\x1f\x8b\x08\0\0\0\0\0\0\x03"
     all_same(read(CompressedReader("a", JsonlReader("a"), decoder(kind)), packed), samples)
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd"])
+def test_shards_are_compressed_in_several_threads_at_once(kind: Any) -> None:
+    """Each has the bytes that it has alone: the threads share no state of the library."""
+    compress = compressor(kind)
+    shards = [[bytes(range(number, 256)) * 400] for number in range(8)]
+    alone = [compress(each) for each in shards]
+    with ThreadPoolExecutor(8) as pool:
+        assert all(list(pool.map(compress, shards)) == alone for _ in range(30))
