@@ -12,7 +12,7 @@
     against.py            this checkout's loaders against another checkout's, instead of torch's
     shared.py             the memory of a large list, a section of the page
     remote.py             reads from a store with a latency, another section; with the files remote_*.py
-    inputs.py             photos, tokens, videos, tables, texts and shards, with the files inputs_*.py
+    inputs.py             photos, tokens, tables, texts and shards, with the files inputs_*.py
     gpu.py                the way to a CUDA device, a command and a section of its own; gpu_child.py measures
     sections.py           puts sections into the page
 """

@@ -9,13 +9,13 @@ The files, from the top down: `inputs_plan` has the measurements, `inputs_data` 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime as dt
 import json
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from typing import Any
 from . import days, inputs_report, sections
 from .harness import ROOT, JobFailed, Results, attempt
 from .inputs_data import INPUTS
-from .inputs_plan import ANY_ORDER, LATENCY, MODULES, PEERS, REFERENCE, ROWS
-from .inputs_video import ffmpeg_libraries
+from .inputs_plan import LATENCY, MODULES, PEERS, REFERENCE, ROWS
 from .plan import TORCH, Job
 from .remote_store import running_store
 
@@ -40,12 +39,10 @@ def measure(name: str, rounds: int, *, quick: bool, log: Callable[[str], None]) 
         RuntimeError: the store did not start.
     """
     row, results, seconds = ROWS[name], Results(), 0.1 if quick else 1.0
-    with tempfile.TemporaryDirectory(prefix="inputs-") as place, contextlib.ExitStack() as stack:
+    with tempfile.TemporaryDirectory(prefix="inputs-") as place, ExitStack() as stack:
         folder = Path(place)
         batches = INPUTS[name].make(folder, row.quick if quick else row.samples)
         (folder / "batches.json").write_text(json.dumps(batches), encoding="utf-8")
-        if name == "videos":
-            stack.enter_context(ffmpeg_libraries(folder))
         store = f"{stack.enter_context(running_store(folder))}/{LATENCY}" if name == "shards" else ""
 
         def run(loader: str, step: float = 0.0) -> dict[str, Any]:
@@ -59,7 +56,7 @@ def measure(name: str, rounds: int, *, quick: bool, log: Callable[[str], None]) 
 
         def read(loader: str, step: float = 0.0) -> dict[str, Any]:
             output = run(loader, step)
-            if output["checksum"] != wanted["any_order" if loader in ANY_ORDER else "checksum"]:
+            if output["checksum"] != wanted["checksum"]:
                 raise JobFailed(f"{name}: {loader} delivered other content than the files have")
             return output
 
@@ -97,7 +94,7 @@ def main(arguments: list[str]) -> int:
     """Measure and print the tables; the exit code: 2 if a measurement failed."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {MODULE}",
-        description="Measure loaders on photos, tokens, videos, tables, texts and shards.",
+        description="Measure loaders on photos, tokens, tables, texts and shards.",
     )
     parser.add_argument("--quick", action="store_true", help="1 round over few samples instead of 3")
     parser.add_argument("--rounds", type=int, help="interleaved rounds (3; 1 with --quick)")
@@ -114,9 +111,6 @@ def main(arguments: list[str]) -> int:
         print(text, file=sys.stderr, flush=True)
 
     for name in names:
-        if absent := missing(*ROWS[name].needs):
-            log(f"{name}: not run, {' and '.join(absent)} not installed")
-            continue
         try:
             results = measure(name, options.rounds or (1 if options.quick else 3), quick=options.quick, log=log)
         except JobFailed as failure:

@@ -26,7 +26,6 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
-from . import inputs_video
 from .workloads import Checksum
 
 Batch = dict[str, Any]
@@ -35,8 +34,8 @@ SEED = 20_252
 SIDE = 224
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 DEVIATION = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-IMAGES, SHORT, LONG, SEQUENCES, TABLE_ROWS = 32, 16, 4, 32, 1024
-"""Samples in a batch of images, of windows of 2,048 and of 32,768 tokens, of sequences, and of rows."""
+IMAGES, WINDOWS, SEQUENCES, TABLE_ROWS = 32, 16, 32, 1024
+"""Samples in a batch of images, of windows of tokens, of sequences, and of rows."""
 FILE_TOKENS = 1 << 26  # of the memory-mapped file: 128 MiB
 VOCABULARY = 50_257
 NUMBERS, CATEGORIES = 100, 10
@@ -227,14 +226,10 @@ class TableRows(IterableDataset[Batch]):
 
 
 class TableBatches(TableRows):
-    """The same rows in whole batches, without a step for each row."""
+    """The same rows in whole batches, without a step for each row: what bare code does with them."""
 
     def __iter__(self) -> Iterator[Batch]:
         return map(_columns, self._records())
-
-    def read(self, path: Path) -> list[Batch]:
-        """The batches of one file."""
-        return list(TableBatches([path]))
 
 
 def _columns(record: Any) -> Batch:
@@ -358,26 +353,15 @@ def _sum_images(batch: Batch) -> float:
 INPUTS = {
     "images": Input(_make_photos, Photos, _sum_images),
     "tokens2k": Input(
-        _make_tokens(2048, SHORT),
+        _make_tokens(2048, WINDOWS),
         lambda folder: Windows(folder, 2048),
-        lambda batch: float(batch["targets"][:, -1].sum()),
-    ),
-    "tokens32k": Input(
-        _make_tokens(32768, LONG),
-        lambda folder: Windows(folder, 32768),
         lambda batch: float(batch["targets"][:, -1].sum()),
     ),
     "lengths": Input(_make_sequences, Sequences, lambda batch: float(batch["tokens"][:, 0].sum()), padded),
     "table": Input(
         _make_table, lambda folder: TableRows(table_files(folder)), lambda batch: float(batch["categories"].sum())
     ),
-    "columns": Input(
-        _make_table, lambda folder: TableBatches(table_files(folder)), lambda batch: float(batch["categories"].sum())
-    ),
     "lines": Input(_make_lines, lambda folder: Lines(line_files(folder)), lambda batch: float(batch["text"].sum())),
-    "videos": Input(
-        inputs_video.make, inputs_video.Episodes, lambda batch: float(batch["frames"][:, -1, 1, 120, 160].sum())
-    ),
     "shards": Input(
         _make_shards, lambda folder: sorted(folder.glob("*.tar")), lambda batch: float(batch["label"].sum())
     ),
@@ -425,10 +409,10 @@ class Fingerprint:
         return f"{self._total:x}" if self._stream else str(self._checksum)
 
 
-def reference(row: str, folder: Path, batches: list[list[int]], *, any_order: bool = False) -> str:
-    """The checksum of an epoch, read without a loader; of samples in any order for a stream, or with `any_order`."""
+def reference(row: str, folder: Path, batches: list[list[int]]) -> str:
+    """The checksum of an epoch, read without a loader; of samples in any order for a stream."""
     given = INPUTS[row]
-    fingerprint = Fingerprint(stream=any_order or not batches)
+    fingerprint = Fingerprint(stream=not batches)
     dataset = given.dataset(folder)
     if row == "shards":
         samples = (member_sample(member) for path in dataset for member in members(path.read_bytes()))
@@ -436,7 +420,7 @@ def reference(row: str, folder: Path, batches: list[list[int]], *, any_order: bo
     elif batches:
         found = (given.collate([dataset[number] for number in batch]) for batch in batches)
     else:
-        found = dataset if row == "columns" else (default_collate([sample]) for sample in dataset)
+        found = (default_collate([sample]) for sample in dataset)
     for batch in found:
         fingerprint.add(batch)
     return str(fingerprint)

@@ -40,7 +40,6 @@ from .inputs_data import (
     table_files,
     text_sample,
 )
-from .inputs_peers import OWN_FORMATS, open_own_format
 from .inputs_plan import (
     DECODING,
     ELASTIC,
@@ -51,6 +50,7 @@ from .inputs_plan import (
     STATEFUL,
     STREAMS,
     THREADS,
+    TURBO,
     VARIANTS,
     WORKERS,
 )
@@ -111,8 +111,6 @@ def open_input(name: str, row: str, folder: Path, url: str) -> Any:
         url: of the store that has the shards; for that row alone.
     """
     given, batches = INPUTS[row], read_batches(folder)
-    if name in OWN_FORMATS:
-        return open_own_format(name, row, folder, batches)
     if row in ("table", "lines", "shards") and name in (*OURS, *VARIANTS):
         return _open_ours_remote(name, row, folder, url)
     if row == "shards":
@@ -126,8 +124,6 @@ def open_input(name: str, row: str, folder: Path, url: str) -> Any:
             return _module(name)(dataset, batch_size=BATCH_SIZES.get(row), **options)
         loader = _module(name)(dataset, batch_sampler=Endless(batches), collate_fn=given.collate, **options)
         return AsyncStream(len(batches), loader) if name == ASYNC else Stream(len(batches), loader)
-    if row == "columns":
-        return COLUMN_PEERS[name](dataset, table_files(folder))
     return MAP_PEERS[name](Fetch(given, dataset) if name != GRAIN else ArrayFetch(given, dataset), batches)
 
 
@@ -182,7 +178,20 @@ def _running(pipeline: Any, batches: int) -> Stream:
     return Stream(batches, pipeline.get_iterator(), keep=pipeline)
 
 
-MAP_PEERS: dict[str, Callable[[Fetch, list[list[int]]], Any]] = {NODES: _nodes, GRAIN: _grain, THREADS: _threads}
+def _turbo(fetch: Fetch, batches: list[list[int]]) -> Any:
+    # Its loader of tar files decodes and crops in C++, with crops that it draws itself: other content than others have.
+    ordered = torch.utils.data.Subset(fetch.dataset, [number for batch in batches for number in batch])
+    return importlib.import_module("turboloader").MapDataLoader(
+        ordered, batch_size=len(batches[0]), num_workers=WORKERS, collate_fn=fetch.collate
+    )
+
+
+MAP_PEERS: dict[str, Callable[[Fetch, list[list[int]]], Any]] = {
+    NODES: _nodes,
+    GRAIN: _grain,
+    THREADS: _threads,
+    TURBO: _turbo,
+}
 
 
 # -------------------------------------------------------------------------------------------------------- tables
@@ -208,28 +217,6 @@ REMOTE: dict[str, tuple[Callable[[Path, str], Sequence[str | Path]], Callable[[B
     "table": (lambda folder, _: table_files(folder), row_sample),
     "lines": (lambda folder, _: line_files(folder), text_sample),
     "shards": (shard_urls, member_sample),
-}
-
-
-def _nodes_columns(dataset: TableBatches, files: list[Path]) -> Any:
-    nodes = importlib.import_module("torchdata.nodes")
-    mapper = nodes.ParallelMapper(
-        nodes.IterableWrapper(Endless(files)), dataset.read, num_workers=WORKERS, method="process"
-    )
-    batches = sum(1 for _ in dataset)
-    return Stream(batches, nodes.Loader(nodes.Prefetcher(nodes.Unbatcher(mapper), prefetch_factor=IN_FLIGHT)))
-
-
-def _threads_columns(dataset: TableBatches, files: list[Path]) -> Any:
-    spdl = importlib.import_module("spdl.pipeline")
-    builder = spdl.PipelineBuilder().add_source(Endless(files))
-    builder = builder.pipe(dataset.read, concurrency=WORKERS, output_order="input").disaggregate()
-    return _running(builder.add_sink(IN_FLIGHT).build(num_threads=WORKERS), sum(1 for _ in dataset))
-
-
-COLUMN_PEERS: dict[str, Callable[[TableBatches, list[Path]], Any]] = {
-    NODES: _nodes_columns,
-    THREADS: _threads_columns,
 }
 
 
@@ -310,7 +297,7 @@ def _bare_work(name: str, row: str, folder: Path, url: str, part: int) -> Callab
     """The work of one process on its part of the epoch: gives the numbers of samples that were done."""
     if row == "shards":
         return lambda: _bare_shards(shard_urls(folder, url)[part::WORKERS])
-    if row in ("table", "columns"):
+    if row == "table":
         return lambda: (len(batch["id"]) for batch in TableBatches(table_files(folder)[part::WORKERS]))
     if row == "lines":
         return lambda: (_done(sample) for sample in Lines(line_files(folder)[part::WORKERS]))

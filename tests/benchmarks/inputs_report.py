@@ -91,16 +91,9 @@ METHOD = f"""\
 - For nodes, Grain and SPDL the element is the list of a batch's samples. SPDL has no worker processes but threads in
   the main process, as turboloader's `MapDataLoader`. Grain moves arrays, the others tensors.
 - Shards are read by webdataset in torch's loader, by `RemoteIterableDataset` in ours, and by SPDL's asynchronous
-  pipeline with aiohttp. Parquet is read by pyarrow: row by row by a dataset of torch's, and by `RemoteIterableDataset`
-  in ours; whole batches by the same dataset in all loaders.
+  pipeline with aiohttp. Parquet is read row by row: by pyarrow in a dataset of torch's, by `RemoteIterableDataset` in
+  ours.
 - `streams={STREAMS}` is ours with an order that depends on no number of workers or ranks; with it comes a seed for each
   sample. `workers='threads'` is ours with {WORKERS} threads instead of processes.
-- Hugging Face datasets: an Arrow table on disk in torch's loader, or files streamed. LitData: photos in chunks of its
-  own format, in an order of its own, and the files as they are. Zephon: its default runner, threads; batches are
-  collated by the consumer, as it gives records out.
-- Video clips are H.264 of 30 frames a second with a key frame every second frame, as LeRobot writes them; torchcodec
-  decodes them in all loaders but the one with SPDL's decoder, and the frames of both are equal to the bit. Both find
-  FFmpeg in PyAV's wheel; torchcodec is 0.13, as later wheels of the package index need CUDA's libraries.
-- Not run: dataloader-rs, whose wheels begin at Python 3.13, so that it cannot be beside the others; LitData, Zephon and
-  turboloader in rows whose batches they cannot give: windows at random places, batches by length, shards from a store
-  of plain HTTP; turboloader's own decoding of tar files, whose crops are others than the ones that all draw."""
+- Not run: turboloader in rows whose batches it cannot give, those by length and of streams; and its own decoding of
+  tar files, whose crops are others than the ones that all draw."""

@@ -41,9 +41,7 @@ class Job:
         full: check the content of the whole warm-up epoch, not only the places of its samples.
         store: URL of the store that it reads from, for the probes "remote" and "inputs".
         folder: the input's files, for the probe "inputs".
-        step: seconds of a training step, for the probe "inputs", where 0 is as long as the loader takes for a batch,
-            and for "remote".
-        decode: seconds of CPU that decoding a sample takes, for the probe "remote".
+        step: seconds of a training step, for the probe "inputs"; 0 is as long as the loader takes for a batch.
         tree: the checkout whose `asyncloader` is measured, its path resolved; empty for this checkout.
     """
 
@@ -56,7 +54,6 @@ class Job:
     store: str = ""
     folder: str = ""
     step: float = 0.0
-    decode: float = 0.0
     tree: str = ""
 
     def to_json(self) -> str:

@@ -7,7 +7,6 @@ batch is compared whole.
 
 from __future__ import annotations
 
-import asyncio
 import time
 import warnings
 from typing import Any
@@ -41,16 +40,13 @@ class Window:
         self._seen = np.zeros(content.objects, np.bool_)
         self._batches = 0
         self._first: float | None = None
-        self._began: tuple[float, float, int, float] | None = None  # clock, CPU seconds, samples, of these for checks
-        self._checking = 0.0  # CPU seconds
+        self._began: tuple[float, float, int] | None = None  # clock, CPU seconds, samples
         self._last = 0.0
         self._cpu: float | None = None
 
     def take(self, batch: Any) -> bool:
         """Check a batch, of shape (n, bytes of a sample); True at the end of the measured part."""
-        began = time.thread_time()
         self._seen[self._content.places(np.asarray(batch))] = True
-        self._checking += time.thread_time() - began
         return self._count(len(batch))
 
     def take_one(self, index: int, data: bytes) -> bool:
@@ -73,7 +69,7 @@ class Window:
         if self._began is None:
             if now - self._first >= WARM_UP_S:
                 cpu = tree_cpu()
-                self._began = (time.perf_counter(), cpu, self.samples, self._checking)
+                self._began = (time.perf_counter(), cpu, self.samples)
             return False
         if now - self._began[0] < self._seconds:
             return False
@@ -81,8 +77,7 @@ class Window:
         return True
 
     def result(self) -> dict[str, float]:
-        """Samples per second, CPU seconds per sample of this process and its descendants, and of these those for the
-        check of batches.
+        """Samples per second, and CPU seconds per sample of this process and its descendants.
 
         Raises:
             WrongContent: a sample came twice.
@@ -92,12 +87,11 @@ class Window:
             raise WrongContent(f"{self.samples} samples came, and {came} different ones")
         if self._began is None or self._began[2] == self.samples:
             raise RuntimeError(f"the epoch of {self.samples} samples was over before the measurement began")
-        began, before, passed, checked = self._began
+        began, before, passed = self._began
         count = self.samples - passed
         return {
             "rate": count / (self._last - began),
             "cpu": (cpu - before) / count,
-            "check": (self._checking - checked) / count,
         }
 
 
@@ -132,30 +126,25 @@ def measure(job: Job) -> dict[str, float]:
     samples = content.objects
     if job.loader in TAR:
         samples = (LARGE_SHARDS if job.workload == OBJECTS_KIND else SHARDS[job.workload]).objects
-    loader = open_remote(job.loader, job.workload, job.store, samples, decode_s=job.decode)
-    return read(loader, window, job.step)
+    loader = open_remote(job.loader, job.workload, job.store, samples)
+    return read(loader, window)
 
 
-def read(loader: Any, window: Window, step: float) -> dict[str, float]:
-    """Read a loader, by `async for` on uvloop if it is made for that, until the window ends; wait for a step's seconds
-    after each batch.
-    """
+def read(loader: Any, window: Window) -> dict[str, float]:
+    """Read a loader, by `async for` on uvloop if it is made for that, until the window ends."""
     if not isinstance(loader, AsyncDataLoader):
         for batch in loader:
             if window.take(batch):
                 break
-            time.sleep(step)
         return window.result()
     import uvloop
 
-    return uvloop.run(_read_async(loader, window, step))
+    return uvloop.run(_read_async(loader, window))
 
 
-async def _read_async(loader: Any, window: Window, step: float) -> dict[str, float]:
+async def _read_async(loader: Any, window: Window) -> dict[str, float]:
     async with loader:
         async for batch in loader:
             if window.take(batch):
                 break
-            if step:
-                await asyncio.sleep(step)
         return window.result()

@@ -10,7 +10,6 @@ import asyncio
 import http.client
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -57,26 +56,6 @@ class BlockingObjects(Dataset[Bytes]):
             if answer.status != 200 or answer.readinto(data) != LARGE or answer.read(1):
                 raise OSError(f"object {index}: status {answer.status}, or not {LARGE} bytes")
         return as_array(data)
-
-
-class ThreadedBatches(BlockingObjects):
-    """Each batch is read by threads, as torch lets a dataset do it: in `__getitems__`.
-
-    Args:
-        store: URL of the store with its latency.
-        samples: how many.
-        threads: in each worker.
-    """
-
-    def __init__(self, store: str, samples: int, threads: int) -> None:
-        super().__init__(store, samples)
-        self.threads = threads
-        self.pool: ThreadPoolExecutor | None = None
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Bytes]:
-        if self.pool is None:  # in the worker: threads do not outlive a fork
-            self.pool = ThreadPoolExecutor(self.threads)
-        return list(self.pool.map(self.__getitem__, indices))
 
 
 async def open_session() -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ import asyncloader
 from asyncloader.remote.dataset import RemoteIterableDataset
 
 from .plan import ASYNC, FACADE
-from .remote_clients import AsyncioBatches, AsyncObjects, BlockingObjects, FetchAlone, ThreadedBatches, as_array
+from .remote_clients import AsyncioBatches, AsyncObjects, BlockingObjects, FetchAlone, as_array
 from .remote_content import SHARDS
 from .remote_plan import (
     BATCH,
@@ -23,11 +21,9 @@ from .remote_plan import (
     NODES,
     OBJECTS_KIND,
     OURS_TAR,
-    OURS_THREADS,
     SPDL,
     TORCH_ASYNCIO,
     TORCH_BLOCKING,
-    TORCH_THREADS,
     WEBDATASET,
     WORKERS,
 )
@@ -43,7 +39,7 @@ def shard_urls(store: str, folder: str, samples: int) -> list[str]:
     return [f"{store}/{folder}/{number:04}.tar" for number in range(-(-samples // shards.each))]
 
 
-def open_remote(name: str, kind: str, store: str, samples: int, start: str | None = None, decode_s: float = 0.0) -> Any:
+def open_remote(name: str, kind: str, store: str, samples: int, start: str | None = None) -> Any:
     """The loader called `name`, whose batches are uint8 of shape (`BATCH`, bytes of a sample).
 
     Args:
@@ -52,12 +48,10 @@ def open_remote(name: str, kind: str, store: str, samples: int, start: str | Non
         store: URL of the store with its latency.
         samples: in an epoch.
         start: start method of the workers of RemoteIterableDataset; None is the library's choice.
-        decode_s: seconds of CPU that its decoding of a sample takes.
     """
     urls = shard_urls(store, "large" if kind == OBJECTS_KIND else kind, samples) if name in TAR else []
     if name == OURS_TAR:
-        decode = partial(busy_member, decode_s)
-        return _ours(ASYNC, RemoteIterableDataset(urls), decode=decode, multiprocessing_context=start)
+        return _ours(ASYNC, RemoteIterableDataset(urls), decode=_member, multiprocessing_context=start)
     if name == WEBDATASET:
         return _webdataset(urls)
     return LOADERS[name](store, samples)
@@ -111,27 +105,17 @@ def _webdataset(urls: list[str]) -> Any:
     )
 
 
-def busy_member(seconds: float, sample: dict[str, Any]) -> Any:
-    """The sample's bytes, after some seconds of CPU time."""
-    until = time.thread_time() + seconds
-    while seconds and time.thread_time() < until:
-        pass
-    return _member(sample)
-
-
 def _member(sample: dict[str, Any]) -> Any:
     return as_array(sample["bin"])
 
 
 LOADERS: dict[str, Callable[[str, int], Any]] = {
     TORCH_BLOCKING: lambda store, samples: _torch(BlockingObjects(store, samples)),
-    TORCH_THREADS: lambda store, samples: _torch(ThreadedBatches(store, samples, 32)),
     TORCH_ASYNCIO: lambda store, samples: _torch(AsyncioBatches(store, samples)),
     SPDL: _spdl,
     NODES: _nodes,
     GRAIN: _grain,
     ASYNC: lambda store, samples: _ours(ASYNC, AsyncObjects(store, samples)),
     FACADE: lambda store, samples: _ours(FACADE, AsyncObjects(store, samples)),
-    OURS_THREADS: lambda store, samples: _ours(FACADE, BlockingObjects(store, samples), concurrency=64),
 }
 TAR = frozenset({WEBDATASET, OURS_TAR})

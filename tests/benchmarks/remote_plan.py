@@ -7,21 +7,19 @@ from dataclasses import dataclass
 from .plan import ASYNC, FACADE, Job
 
 TORCH_BLOCKING = "torch, blocking client"
-TORCH_THREADS = "torch, 32 threads in __getitems__"
 TORCH_ASYNCIO = "torch, asyncio in __getitems__"
 WEBDATASET = "webdataset over tar, torch"
 SPDL = "spdl async, 256 in flight"
 NODES = "torchdata nodes, 256 threads"
 GRAIN = "grain, 64 threads a worker"
-PEERS = (TORCH_THREADS, TORCH_ASYNCIO, WEBDATASET, SPDL, NODES, GRAIN)
+PEERS = (TORCH_ASYNCIO, WEBDATASET, SPDL, NODES, GRAIN)
 """Beside torch with a blocking client, which is every ratio's baseline."""
 
 BARE = {256: "one bare aiohttp loop, 256 in flight", 512: "one bare aiohttp loop, 512 in flight"}
 """No loader: the rate of a client in one process, without batches."""
 
-OURS_THREADS = f"{FACADE}, concurrency=64"
 OURS_TAR = f"{ASYNC}, RemoteIterableDataset over tar"
-OURS = (ASYNC, FACADE, OURS_THREADS, OURS_TAR)
+OURS = (ASYNC, FACADE, OURS_TAR)
 
 WORKERS = 2
 BATCH = 32

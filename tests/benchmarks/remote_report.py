@@ -17,7 +17,6 @@ from .remote_plan import (
     OBJECTS_KIND,
     OURS,
     OURS_TAR,
-    OURS_THREADS,
     PEER_RATIO,
     PEERS,
     TAR_KINDS,
@@ -31,7 +30,7 @@ from .remote_plan import (
 )
 
 TITLE = "## Remote objects"
-LOOPS = tuple(name for name in OURS if name not in {OURS_THREADS, OURS_TAR})
+LOOPS = tuple(name for name in OURS if name != OURS_TAR)
 """Ours over an asynchronous map dataset, for which the floors hold."""
 
 

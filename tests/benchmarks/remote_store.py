@@ -4,7 +4,6 @@ It does as little as it can, because client and store share the machine's cores,
 no framework, content without copies, connections that stay open. The latency is in the address
 (``/50/objects/17`` takes 50 ms until the first byte), so that one store serves every row of the table. The files of a
 folder, ``0000.tar`` and so on, have addresses like ``/50/files/0000.tar``.
-An address may have a bandwidth, too: ``/50x100/objects/17`` shares 100 MB/s with all others that have the same.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,29 +21,11 @@ from .harness import ROOT
 from .remote_content import LARGE, SHARDS, SMALL, Content, Shards, tar_size
 
 ADDRESS = re.compile(
-    rb"(GET|HEAD) (?:http://[^/ ]+)?/(\d+)(?:x(\d+))?/(?:objects/(\d+)|(\w+)/(\d+)\.tar) HTTP/1\.1\r\n", re.IGNORECASE
+    rb"(GET|HEAD) (?:http://[^/ ]+)?/(\d+)/(?:objects/(\d+)|(\w+)/(\d+)\.tar) HTTP/1\.1\r\n", re.IGNORECASE
 )
 RANGE = re.compile(rb"\r\nrange: *bytes=(\d+)-(\d*)\r\n", re.IGNORECASE)
 JOINED = 2 * SMALL  # smaller parts are put together: a system call takes a limited number of them
-PACED = 1 << 17  # bytes that are sent at a time where there is a bandwidth
 START_S = 30.0  # in which a store must have started
-
-
-@dataclass
-class Line:
-    """A bandwidth that the answers of several connections share.
-
-    Args:
-        bytes_per_s: the bandwidth.
-        free: when it has carried all that was sent so far.
-    """
-
-    bytes_per_s: float
-    free: float = 0.0
-
-
-LINES: dict[int, Line] = {}
-"""By megabytes per second."""
 
 
 class Answers(asyncio.Protocol):
@@ -83,9 +63,9 @@ class Answers(asyncio.Protocol):
     def _answer(self, match: re.Match[bytes], wanted: re.Match[bytes] | None) -> None:
         if self._transport is None or self._transport.is_closing():
             return
-        folder = (match[5] or b"").decode()
+        folder = (match[4] or b"").decode()
         shards = SHARDS.get(folder)
-        number = int(match[4] or match[6])
+        number = int(match[3] or match[5])
         known = {"": self._content.objects, "files": len(self._files)}
         if number >= (shards.files if shards else known.get(folder, 0)):
             self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
@@ -106,24 +86,7 @@ class Answers(asyncio.Protocol):
         else:
             whole = folder == "files"
             body = [self._files[number][start:end]] if whole else self._body(shards, number, start, end)
-            if match[3] is None:
-                self._transport.writelines([head, *body])
-            else:
-                self._transport.write(head)
-                self._pace(LINES.setdefault(int(match[3]), Line(int(match[3]) * 1e6)), memoryview(b"".join(body)))
-
-    def _pace(self, line: Line, left: memoryview) -> None:
-        """Send the rest of an answer, a part at a time when the line has carried it."""
-        part, left = left[:PACED], left[PACED:]
-        line.free = max(self._loop.time(), line.free) + len(part) / line.bytes_per_s
-        self._loop.call_at(line.free, self._send, line, part, left)
-
-    def _send(self, line: Line, part: memoryview, left: memoryview) -> None:
-        if self._transport is None or self._transport.is_closing():
-            return
-        self._transport.write(part)
-        if left:
-            self._pace(line, left)
+            self._transport.writelines([head, *body])
 
     def _body(self, shards: Shards | None, number: int, start: int, end: int) -> list[memoryview]:
         if shards is None:

@@ -1,4 +1,4 @@
-"""A service's rate over one connection, beside bare sockets and others: `python -m tests.benchmarks.service`.
+"""A service's rate over one connection, beside bare sockets: `python -m tests.benchmarks.service`.
 
 One sender, one receiver, one connection over loopback, and batches that are a constant tensor: transport is what is
 measured. The bare loop is `sendall` and `recv_into` over a few buffers, which does nothing else. asyncloader's figures
@@ -9,7 +9,6 @@ own, the rounds are interleaved, and the bytes of each batch are checked at both
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import socket
@@ -19,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -43,10 +41,10 @@ TOTAL, TOTAL_QUICK = 1 << 30, 1 << 26
 LIMIT_S = 100.0
 AHEAD = 8
 """Batches on the way at a time, where the receiver asks for each."""
-BARE, BARE_TLS, GRPC, FLIGHT, RAY = "bare sockets", "bare sockets, TLS", "gRPC stream", "Arrow Flight", "Ray objects"
+BARE, BARE_TLS = "bare sockets", "bare sockets, TLS"
 LOCAL, UNIX, TCP, TLS = "asyncloader, local", "asyncloader, unix:", "asyncloader, tcp://", "asyncloader, TLS"
-KINDS = (BARE, BARE_TLS, GRPC, FLIGHT, RAY, LOCAL, UNIX, TCP, TLS)
-AGAINST = {TCP: BARE, TLS: BARE_TLS, UNIX: LOCAL, GRPC: BARE, FLIGHT: BARE, RAY: BARE}
+KINDS = (BARE, BARE_TLS, LOCAL, UNIX, TCP, TLS)
+AGAINST = {TCP: BARE, TLS: BARE_TLS, UNIX: LOCAL}
 """What each is compared with."""
 
 
@@ -105,7 +103,7 @@ def _checked(batches: Iterator[Any], nbytes: int, number: int) -> Figure:
     return Figure(gigabytes / seconds, cpu / gigabytes)
 
 
-# ------------------------------------------------------------------------------------------------ the others
+# ---------------------------------------------------------------------------------------------- bare sockets
 
 
 @contextmanager
@@ -120,16 +118,6 @@ def _forked(run: Callable[[], None]) -> Generator[None]:
         yield
     finally:
         os.waitpid(pid, 0)
-
-
-@contextmanager
-def _serving(run: Callable[[], None], end: socket.socket) -> Generator[int]:
-    """A server in a process of its own: it sends its port, and ends when it is sent a byte."""
-    with _forked(run):
-        try:
-            yield int.from_bytes(end.recv(4), "little")
-        finally:
-            end.sendall(b".")
 
 
 def _bare(nbytes: int, number: int, *, tls: bool) -> Figure:
@@ -164,82 +152,6 @@ def _received(sock: socket.socket, nbytes: int, number: int) -> Iterator[Any]:
         while rest:
             rest = rest[sock.recv_into(rest) :]
         yield array
-
-
-def _grpc(nbytes: int, number: int) -> Figure:
-    grpc: Any = importlib.import_module("grpc")  # of the `bench` extra
-    reader, writer = socket.socketpair()
-    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-
-    def serve() -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        data = content(nbytes).tobytes()
-        handler = grpc.unary_stream_rpc_method_handler(lambda request, context: (data for _ in range(number)))
-        server = grpc.server(ThreadPoolExecutor(1), options=options)
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("blocks", {"read": handler})])
-        port = server.add_insecure_port("127.0.0.1:0")
-        server.start()
-        writer.sendall(port.to_bytes(4, "little"))
-        writer.recv(1)
-        server.stop(None)
-
-    with _serving(serve, reader) as port, grpc.insecure_channel(f"127.0.0.1:{port}", options=options) as channel:
-        stream = channel.unary_stream("/blocks/read")(b"")
-        return _checked((np.frombuffer(data, np.uint8) for data in stream), nbytes, number)
-
-
-def _flight(nbytes: int, number: int) -> Figure:
-    pa: Any = importlib.import_module("pyarrow")
-    flight: Any = importlib.import_module("pyarrow.flight")
-    reader, writer = socket.socketpair()
-    schema = pa.schema([("bytes", pa.uint8())])
-
-    class Server(flight.FlightServerBase):  # type: ignore[misc]
-        def do_get(self, context: Any, ticket: Any) -> Any:
-            batch = pa.record_batch([pa.array(content(nbytes))], schema=schema)
-            return flight.GeneratorStream(schema, (batch for _ in range(number)))
-
-    def serve() -> None:
-        with Server("grpc://127.0.0.1:0") as server:
-            writer.sendall(server.port.to_bytes(4, "little"))
-            writer.recv(1)
-
-    with _serving(serve, reader) as port, flight.connect(f"grpc://127.0.0.1:{port}") as client:
-        stream = client.do_get(flight.Ticket(b""))
-        return _checked((chunk.data.column(0).to_numpy() for chunk in stream), nbytes, number)
-
-
-def _ray(nbytes: int, number: int) -> Figure:
-    """Objects that an actor of another of Ray's nodes on this machine makes."""
-    ray: Any = importlib.import_module("ray")
-    cluster_utils: Any = importlib.import_module("ray.cluster_utils")
-    node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 500 << 20}
-    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=node)
-    try:
-        cluster.add_node(**node, resources={"other": 1})
-        ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-
-        class Maker:
-            def __init__(self) -> None:
-                self.data = content(nbytes)
-
-            def make(self) -> Any:
-                return self.data
-
-        maker = ray.remote(num_cpus=0, resources={"other": 1})(Maker).remote()
-
-        def received() -> Iterator[Any]:
-            on_the_way = deque(maker.make.remote() for _ in range(AHEAD))
-            for turn in range(number):
-                yield ray.get(on_the_way.popleft())
-                if turn + AHEAD < number:
-                    on_the_way.append(maker.make.remote())
-
-        return _checked(received(), nbytes, number)
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
 
 
 # -------------------------------------------------------------------------------------------------- asyncloader
@@ -283,8 +195,7 @@ def run(kind: str, nbytes: int, number: int) -> Figure:
     torch.set_num_threads(1)
     if kind in (BARE, BARE_TLS):
         return _bare(nbytes, number, tls=kind == BARE_TLS)
-    others = {GRPC: _grpc, FLIGHT: _flight, RAY: _ray}
-    return others[kind](nbytes, number) if kind in others else _ours(kind, nbytes, number)
+    return _ours(kind, nbytes, number)
 
 
 def run_apart(kind: str, nbytes: int, total: int) -> Figure:
@@ -352,8 +263,8 @@ def section(results: Results, command: str, rounds: int) -> str:
         f"interleaved rounds; ratios are medians of the rounds' ratios. {os.cpu_count()} CPUs. The bare loop has two "
         "processes that "
         "only send and receive. A service has three: a worker that writes the batch, a node that sends it, and the "
-        f"loader, which receives it where the consumer reads it, and delivers it. Ray and asyncloader have {AHEAD} "
-        f"batches on the way (`prefetch_factor={AHEAD}`); gRPC and Flight send as much as the connection takes."
+        f"loader, which receives it where the consumer reads it, and delivers it. It has {AHEAD} "
+        f"batches on the way (`prefetch_factor={AHEAD}`)."
     )
     return "\n\n".join([TITLE, about, table(results)])
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
-import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import torch
 from PIL import Image
 
 from . import inputs, inputs_report
-from .harness import JobFailed, Results
+from .harness import Results
 from .inputs_child import Epochs
 from .inputs_data import (
     INPUTS,
@@ -29,12 +26,10 @@ from .inputs_data import (
     jpeg,
     members,
     padded,
-    reference,
     text_sample,
 )
 from .inputs_loaders import bare
-from .inputs_plan import BARE, DECODING, ELASTIC, GRAIN, MODULES, REFERENCE, ROWS
-from .inputs_video import CHUNK, EACH, FRAMES, SAMPLES, STEPS, Episodes, ffmpeg_libraries
+from .inputs_plan import BARE, DECODING, ELASTIC, GRAIN, MODULES, ROWS
 from .plan import FACADE, OURS, TORCH, Job
 from .workloads import ContentError
 
@@ -46,8 +41,6 @@ RUN = ("lengths", "lines", "shards")
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in RUN)) for name in ROWS])
 def test_row_is_measured_and_verified(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Torch and ours deliver the content of the files, beside a bare limit; the row comes into the page, and stays."""
-    if absent := inputs.missing(*ROWS[name].needs):
-        pytest.skip(f"{' and '.join(absent)} not installed")
     monkeypatch.setitem(ROWS, name, dataclasses.replace(ROWS[name], peers=()))
     results = inputs.measure(name, 1, quick=True, log=lambda _: None)
     for loader in (TORCH, *OURS, *ROWS[name].variants):
@@ -98,55 +91,13 @@ def test_texts_are_cut_and_padded(tmp_path: Path) -> None:
     assert bytes(long["text"]) == b"b" * LENGTH
 
 
-def test_frames_are_those_at_their_times(tmp_path: Path) -> None:
-    """A sample's frames are the file's, in the order of their steps, beside the state and the actions from there on."""
-    av, decoders = pytest.importorskip("av"), _FilmDecoders()
-    INPUTS["videos"].make(tmp_path, EACH + 1)
-    dataset = Episodes(tmp_path)
-    dataset._decoders = decoders  # type: ignore[assignment]
-    with av.open(dataset.files[1]) as film:
-        frames = [frame.to_ndarray(format="rgb24") for frame in film.decode(video=0)]
-    assert len(frames) == FRAMES
-    sample = dataset[SAMPLES + 5]
-    first = 5 - STEPS[0]
-    assert decoders.asked == [[pytest.approx((first + step) / 30) for step in STEPS]]
-    assert sample["frames"].shape == (4, 3, 240, 320)
-    assert sample["actions"].tolist() == dataset.states[1, first : first + CHUNK].tolist()
-    assert dataset.place(len(dataset) - 1) == (1, FRAMES - CHUNK - 1)
-
-
-class _FilmDecoders:
-    """Decoders that note the times that they are asked for."""
-
-    def __init__(self) -> None:
-        self.asked: list[list[float]] = []
-
-    def open(self, path: str) -> _FilmDecoders:
-        return self
-
-    def get_frames_played_at(self, times: list[float]) -> Any:
-        self.asked.append(times)
-        return types.SimpleNamespace(data=torch.zeros((len(times), 3, 240, 320), dtype=torch.uint8))
-
-
-def test_libraries_are_found_under_their_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are started meanwhile have FFmpeg's libraries on their path; afterwards it is as before."""
-    pytest.importorskip("av")
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
-    with ffmpeg_libraries(tmp_path):
-        place = Path(os.environ["LD_LIBRARY_PATH"].partition(":")[0])
-        assert any(re.fullmatch(r"libavcodec\.so\.\d+", each.name) for each in place.iterdir())
-        assert all(each.resolve().is_file() for each in place.iterdir())
-    assert os.environ["LD_LIBRARY_PATH"] == "/before"
-
-
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, and the others are measured."""
     ran: list[str] = []
 
     def attempt(job: Job, *_: Any, **__: Any) -> tuple[dict[str, Any], list[Any]]:
         ran.append(job.loader)
-        return {"checksum": "0", "any_order": "1" if job.loader == REFERENCE else "0", "step": 1.0, "rate": 1.0}, []
+        return {"checksum": "0", "step": 1.0, "rate": 1.0}, []
 
     monkeypatch.setattr(inputs, "attempt", attempt)
     monkeypatch.setitem(MODULES, GRAIN, "no_module_of_this_name")
@@ -202,14 +153,6 @@ def test_a_later_epoch_must_have_the_content_of_the_first(tmp_path: Path) -> Non
         next(schedule)
 
 
-def test_wrong_content_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loader whose checksum is not that of the files leads to no table."""
-    answer = {"any_order": "", "step": 1.0}
-    monkeypatch.setattr(inputs, "attempt", lambda job, *_, **__: (answer | {"checksum": job.loader}, []))
-    with pytest.raises(JobFailed, match="lengths: torch delivered other content"):
-        inputs.measure("lengths", 1, quick=True, log=lambda _: None)
-
-
 def test_table_says_who_is_faster() -> None:
     """A peer above ours is named in our line, and shares are of the bare code."""
     results = Results()
@@ -231,17 +174,3 @@ def test_table_says_what_a_fixed_order_costs() -> None:
                 results.add(f"lines/{metric}", loader, float(rate))
     last = inputs_report.table("lines", results).splitlines()[-1]
     assert last == f"`{ELASTIC}`: 0.93 (0.90 to 0.95) of `{FACADE}`."
-
-
-@pytest.mark.thorough
-def test_reference_has_every_sample(tmp_path: Path) -> None:
-    """The reference's checksum depends on each file, and that of any order on no order."""
-    batches = INPUTS["images"].make(tmp_path, 32)
-    before = reference("images", tmp_path, batches)
-    free = reference("images", tmp_path, batches, any_order=True)
-    turned = [batch[::-1] for batch in batches]
-    assert reference("images", tmp_path, turned) != before
-    assert reference("images", tmp_path, turned, any_order=True) == free
-    (tmp_path / "000031.jpg").write_bytes(jpeg(99))
-    assert reference("images", tmp_path, batches) != before
-    assert reference("images", tmp_path, batches, any_order=True) != free

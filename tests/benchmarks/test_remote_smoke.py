@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 import urllib.error
 import urllib.request
@@ -20,7 +19,7 @@ from .plan import ASYNC, FACADE, Job
 from .remote_child import Window
 from .remote_clients import read_bare
 from .remote_content import LARGE, LARGE_SHARDS, SMALL_SHARDS, STRIDE, Content, Shards, WrongContent, tar_size
-from .remote_loaders import open_remote, shard_urls
+from .remote_loaders import open_remote
 from .remote_plan import (
     BARE,
     BATCH,
@@ -29,11 +28,9 @@ from .remote_plan import (
     OBJECTS_KIND,
     OURS,
     OURS_TAR,
-    OURS_THREADS,
     PEERS,
     TORCH_ASYNCIO,
     TORCH_BLOCKING,
-    TORCH_THREADS,
     Row,
     rows,
 )
@@ -107,7 +104,7 @@ def test_places_tell_objects_apart(content: Content) -> None:
             content.places(wrong)
 
 
-@pytest.mark.parametrize("loader", [TORCH_BLOCKING, TORCH_THREADS, TORCH_ASYNCIO, *OURS])
+@pytest.mark.parametrize("loader", [TORCH_BLOCKING, TORCH_ASYNCIO, *OURS])
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writ", "ignore:This process .* is multi-threaded")
 def test_loaders_read_everything_once(loader: str, store: str, content: Content) -> None:
     """An epoch has each sample once, in full batches."""
@@ -134,13 +131,6 @@ def test_loaders_read_everything_once(loader: str, store: str, content: Content)
             opened.close()
     assert sorted(places) == list(range(samples))
     assert places == sorted(places) or loader == OURS_TAR
-
-
-def test_only_shards_that_exist_are_read() -> None:
-    """More samples than the tar files hold are refused, before any request."""
-    assert len(shard_urls("http://store/1", "small", SMALL_SHARDS.objects)) == SMALL_SHARDS.files
-    with pytest.raises(ValueError, match="'small'"):
-        shard_urls("http://store/1", "small", SMALL_SHARDS.objects + 1)
 
 
 def test_bare_loop_stops(store: str, content: Content) -> None:
@@ -222,7 +212,7 @@ def test_section_is_put_in_its_place(tmp_path: Path) -> None:
         remote.save(text, page)
         assert text.startswith(remote_report.TITLE)
         assert page.read_text() == f"# Title\n\n## Before\n\nx\n\n{text}\n\n## Memory bandwidth\n\ny\n"
-    for loader in (TORCH_BLOCKING, *PEERS, *BARE.values(), ASYNC, OURS_THREADS):
+    for loader in (TORCH_BLOCKING, *PEERS, *BARE.values(), ASYNC):
         assert loader.partition(",")[0] in page.read_text()
 
 
@@ -235,13 +225,6 @@ def test_tables_leave_out_what_was_not_measured() -> None:
     assert remote_report.verdicts(results) == []
     assert remote_report.tar_table(results) == ""
     assert "| `AsyncDataLoader` | 5,000 | 0.100 |" in remote_report.rate_table(results)
-
-
-def test_jobs_travel_as_json() -> None:
-    """A row's job, sent as a command line, is the same job."""
-    job = Row("small", 50, OURS_TAR).job("http://store", 2.0)
-    assert Job(**json.loads(job.to_json())) == job
-    assert job.store == "http://store/50"
 
 
 def test_store_ends_with_its_client() -> None:

@@ -6,14 +6,14 @@ import pytest
 
 from . import service
 from .harness import JobFailed
-from .service import BARE, BARE_TLS, FLIGHT, GRPC, KINDS, LOCAL, RAY, TCP, TLS, UNIX, Figure
+from .service import BARE, BARE_TLS, KINDS, LOCAL, TCP, TLS, UNIX, Figure
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "kind",
-    # Only the `bench` extra has GRPC and RAY. What TLS and UNIX have of their own takes twenty seconds each.
-    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in (TLS, UNIX))) for kind in KINDS if kind not in (GRPC, RAY)],
+    # What TLS and UNIX have of their own takes twenty seconds each.
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind in (TLS, UNIX))) for kind in KINDS],
 )
 def test_each_kind_is_measured(kind: str) -> None:
     """In a process of its own, with every batch checked."""
@@ -52,4 +52,3 @@ def test_the_table_compares_with_the_right_one() -> None:
     assert f"2.00 | 0.50 | {BARE} | **0.75** | 1.33 |" in lines[TCP]
     assert f"{BARE_TLS} | **0.50** | 2.00 |" in lines[TLS]
     assert f"{LOCAL} | **0.50** | 2.00 |" in lines[UNIX]
-    assert FLIGHT not in lines
