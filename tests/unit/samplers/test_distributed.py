@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -254,3 +255,17 @@ def test_an_iterator_keeps_its_epoch() -> None:
     iterator = view.iter_from(0)
     sampler.set_epoch(1)
     assert [*iterator] == expected
+
+
+def test_a_trillion_samples_of_fifty_ranks() -> None:
+    """In the middle of an epoch the ranks' parts are, joined, the order of a single process."""
+    sampler, ranks, batch_size, first = SeededSampler(range(10**12), seed=7), 50, 32, 300_000_000  # type: ignore[arg-type]
+    found = [
+        index
+        for rank in range(ranks)
+        for item in itertools.islice(RankView(sampler, share(batch_size, ranks, rank, "repeat")).iter_from(first), 2)
+        for index in item.index
+    ]
+    stride = ranks * batch_size
+    expected = sampler.order()(np.arange(first * stride, (first + 2) * stride))
+    assert sorted(found) == sorted(expected.tolist())
