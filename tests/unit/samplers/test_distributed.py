@@ -259,7 +259,7 @@ def test_an_iterator_keeps_its_epoch() -> None:
 
 def test_a_trillion_samples_of_fifty_ranks() -> None:
     """In the middle of an epoch the ranks' parts are, joined, the order of a single process."""
-    sampler, ranks, batch_size, first = SeededSampler(range(10**12), seed=7), 50, 32, 300_000_000  # type: ignore[arg-type]
+    sampler, ranks, batch_size, first = SeededSampler(range(10**12), seed=7), 50, 32, 300_000_000
     found = [
         index
         for rank in range(ranks)
