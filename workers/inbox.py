@@ -206,7 +206,5 @@ class Inbox:
             watchdog.answered(self._worker, seq)
         elif watchdog is not None:
             watchdog.cleared(self._worker)
-        if self._process.suspect is not None:
-            self._process.cleared()
         records, self._records = self._records, ()
         return records

@@ -304,12 +304,10 @@ class WorkerPool:
         """Tasks for which the memory of each ring suffices."""
         return min([manager.credits for manager in self.rings])
 
-    def assign(self, worker: int, epoch: int, seq: int, index: Any, *, suspect: bool = False) -> None:
-        """Send a task, with a slot if any slot is free. `suspect`: capture the task's standard error."""
+    def assign(self, worker: int, epoch: int, seq: int, index: Any) -> None:
+        """Send a task, with a slot if any slot is free."""
         process, manager = self.processes[worker], self.rings[worker]
-        # The worker reads its frames in order: the capture and a larger ring go before the task that uses them.
-        if suspect and (stderr := process.suspected()) is not None:
-            self._send(process, wire.pack(wire.SUSPECT), [stderr])
+        # The worker reads its frames in order: a larger ring goes before the task that uses it.
         grown = manager.replacement()
         if grown is not None:
             assert grown.fd is not None
@@ -385,8 +383,7 @@ class WorkerPool:
             # Not until the socket's end: a child of the worker may hold the other end open.
             before = process.channel.received
             self._on_readable(process)
-        # The order matters: `death` reads the crash's stack and the captured standard error, and the loop still watches
-        # two descriptors; `release` closes all of these.
+        # The order matters: `death` reads the crash's stack, the loop watches descriptors, and `release` closes them.
         self._on_exited(process, process.death())
         process.release()
 

@@ -36,7 +36,6 @@ from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.notebook_pickling import about_main, dump_message, file_of_main_hidden, leave_if_importing_main
 from asyncloader.workers.setup_payload import InheritedFd, Payload, preload_in_fork_server
 from asyncloader.workers.stacks import Report, Target, ask, crash_trace, stack_pipe
-from asyncloader.workers.stderr_capture import make_capture_file, read_tail
 
 
 def start(process: Any, context: Any, worker_id: int) -> None:
@@ -128,8 +127,6 @@ class WorkerProcess(Watched):
         self.outside = False
         """It was killed by a SIGKILL or SIGTERM, neither from the loader nor from the out-of-memory killer."""
         self.lost = False
-        self.suspect: int | None = None
-        """File with the captured standard error of a suspected task."""
         self.released = False
         self.asked = False
         """It was asked to end."""
@@ -221,10 +218,6 @@ class WorkerProcess(Watched):
             self.process.join(_FORKSERVER_REPORTS)
         self.stacks.read()
         trace = crash_trace(self.stacks.text(), _TRACE_LINES)
-        # Taken out, because `read_tail` closes the descriptor, and `release` would close its number again.
-        suspect, self.suspect = self.suspect, None
-        if suspect is not None:
-            trace = "\n".join(filter(None, (read_tail(suspect), trace)))
         reason = self.kill_reason
         if self.saved_rng_state is not None:
             reason = "It left because it had grown beyond worker_memory_limit."
@@ -240,19 +233,6 @@ class WorkerProcess(Watched):
         """Return False: the process is ours, so a frame that cannot be read is an error of the loader."""
         del error
         return False
-
-    def suspected(self) -> int:
-        """The next task has killed a worker before: capture its standard error. Returns a descriptor for the worker."""
-        # An earlier suspect may have been voided without an answer, and have left its file.
-        self.cleared()
-        self.suspect = make_capture_file()
-        return self.suspect
-
-    def cleared(self) -> None:
-        """The suspected task was answered: discard its captured standard error."""
-        fd, self.suspect = self.suspect, None
-        if fd is not None:
-            os.close(fd)
 
     def kill_for(self, reason: str) -> None:
         """Send SIGKILL; `reason` becomes part of the worker's error."""
@@ -300,7 +280,6 @@ class WorkerProcess(Watched):
         self.stacks.close()
         # The counters stay readable: `stats` has those of workers that have ended, too.
         self.recorder.keep()
-        self.cleared()
         fd, self._pidfd = self._pidfd, None
         if fd is not None:
             os.close(fd)
@@ -312,8 +291,6 @@ class WorkerProcess(Watched):
         self.channel.close()
         self.stacks.close()
         self.recorder.keep()
-        with contextlib.suppress(OSError):
-            self.cleared()
         fd, self._pidfd = self._pidfd, None
         if fd is not None:
             with contextlib.suppress(OSError):

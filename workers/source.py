@@ -52,69 +52,32 @@ class WorkerHandle(Protocol):
     outstanding: int
     """Number of tasks that it has yet to answer: an epoch's end voids the others."""
 
-    @property
-    def worker_id(self) -> int:
-        """0 to ``num_workers - 1``."""
-        ...
-
-    @property
-    def pid(self) -> int:
-        """Its process's id, on the machine where that is."""
-        ...
-
-    @property
-    def place(self) -> str:
-        """Its name in a report, as in "pid 17"."""
-        ...
-
-    @property
-    def node(self) -> str:
-        """The address of the service's node that runs it; empty: it runs on this machine."""
-        ...
+    worker_id: int
+    """0 to ``num_workers - 1``."""
+    pid: int
+    """Its process's id, on the machine where that is."""
+    place: str
+    """Its name in a report, as in "pid 17"."""
+    node: str
+    """The address of the service's node that runs it; empty: it runs on this machine."""
+    channel: Any
+    """A `Channel`, or an object with its methods."""
+    codec: MessageCodec
+    """How values come from it."""
+    recorder: Recorder
+    """Its counters."""
+    kill_reason: str
+    """Why the loader killed it; empty if it did not."""
+    outside: bool
+    """It was killed from outside; see `WorkerProcess.outside`. Known after `death`."""
+    lost: bool
+    """It may still run, and only the connection to it has ended. Known after `death`."""
+    released: bool
+    """Whether this side's descriptors are closed."""
 
     @property
     def process(self) -> Any:
         """The `multiprocessing.Process` of a local worker, which torch's loader shows in `_workers`."""
-        ...
-
-    @property
-    def channel(self) -> Any:
-        """A `Channel`, or an object with its methods."""
-        ...
-
-    @property
-    def codec(self) -> MessageCodec:
-        """How values come from it."""
-        ...
-
-    @property
-    def recorder(self) -> Recorder:
-        """Its counters."""
-        ...
-
-    @property
-    def kill_reason(self) -> str:
-        """Why the loader killed it; empty if it did not."""
-        ...
-
-    @property
-    def outside(self) -> bool:
-        """It was killed from outside; see `WorkerProcess.outside`. Known after `death`."""
-        ...
-
-    @property
-    def lost(self) -> bool:
-        """It may still run, and only the connection to it has ended. Known after `death`."""
-        ...
-
-    @property
-    def suspect(self) -> int | None:
-        """File with the standard error of a suspected task."""
-        ...
-
-    @property
-    def released(self) -> bool:
-        """Whether this side's descriptors are closed."""
         ...
 
     def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
@@ -153,14 +116,6 @@ class WorkerHandle(Protocol):
         """
         ...
 
-    def suspected(self) -> int | None:
-        """Return a descriptor for the standard error of its next task, which has killed a worker before; or None."""
-        ...
-
-    def cleared(self) -> None:
-        """The suspected task was answered."""
-        ...
-
     def kill(self) -> None:
         """End it at once."""
         ...
@@ -176,6 +131,10 @@ class WorkerHandle(Protocol):
     def release(self) -> None:
         """Close this side's descriptors; the worker has ended. Idempotent."""
         ...
+
+
+def _nothing() -> None:
+    pass
 
 
 class WorkerSource(Protocol):
@@ -199,17 +158,18 @@ class WorkerSource(Protocol):
 
     def obstacle(self) -> str:
         """Why a replacement cannot be made, because it would differ from the other workers; empty if it can."""
-        ...
+        return ""
 
     def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
         """Have this called, in any thread, when a better place for a worker may have appeared. Returns a function that
-        ends the calls.
+        ends the calls. Without effect where there is one place.
         """
-        ...
+        del changed
+        return _nothing
 
     def rebalance(self, workers: Sequence[Any]) -> None:
         """End soon those of these workers whose replacements would get a better place. In the loop's thread."""
-        ...
+        del workers
 
     async def look(self, workers: Sequence[Any], seconds: float) -> dict[int, Report]:
         """Report what these workers do: the stacks of their threads, or why these could not be had.
@@ -246,11 +206,7 @@ def shortage_of(error: BaseException, workers: int) -> OSError | None:
     )
 
 
-def _nothing() -> None:
-    pass
-
-
-class LocalWorkers:
+class LocalWorkers(WorkerSource):
     """Worker processes of this machine.
 
     A replacement that is made later gets the set-up that the first workers were given, not the main process's objects
@@ -346,14 +302,6 @@ class LocalWorkers:
             if self._payload is not None and not self._users and (self._closed or not self._replaces):
                 self._payload.close()
                 self._payload = None
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Do nothing: all workers are on this machine."""
-        del changed
-        return _nothing
-
-    def rebalance(self, workers: Sequence[WorkerProcess]) -> None:
-        """Do nothing: all workers are on this machine."""
 
     async def look(self, workers: Sequence[WorkerProcess], seconds: float) -> dict[int, Report]:
         """Report what these workers do, by their numbers: the stacks of their threads. See `stacks.ask`."""

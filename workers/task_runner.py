@@ -9,7 +9,6 @@ are waited for is decided in `worker.py`.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -51,7 +50,6 @@ from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_limit import PrivateMemory
 from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
-from asyncloader.workers.stderr_capture import captured_stderr
 from asyncloader.workers.stream_readers import Identities, StreamReaders, process_identities, read_copies, shared_parts
 from asyncloader.workers.task_spans import TracedTasks
 
@@ -120,7 +118,6 @@ class TaskRunner(ErrorAnswers):
         self._reader: DatasetReader | StreamReaders | None = None
         self._identities: Identities | None = None  # of the streams, where the worker serves several
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
-        self._suspect: int | None = None  # file for the next task's standard error
         self._private_memory: PrivateMemory | None = None
         self._memory_limit = 0
         self._initialized = False  # `worker_init_fn` has returned
@@ -197,7 +194,6 @@ class TaskRunner(ErrorAnswers):
         self.close_reader()
         if self._processor_use is not None:
             self._processor_use.close()
-        self._forget_suspect()
         # The process may live on: its sink must not, and it refers back to the recorder.
         self._traced.close()
         # The reader refers back to this object, by the function that collates: a cycle.
@@ -307,15 +303,6 @@ class TaskRunner(ErrorAnswers):
             self._reset(body)
         elif kind == wire.ASSIGNMENT:
             self._assignments.answered(body)
-        elif kind == wire.SUSPECT:
-            suspect = self.channel.take_fd()
-            self._forget_suspect()
-            if self._draw_check is None:
-                self._suspect = suspect
-            else:
-                # A service's process runs other loaders' tasks at the same time, so its standard error belongs to no
-                # task. And a loader could send any descriptor, such as one from which zeros can be read without an end.
-                os.close(suspect)
         elif kind == wire.STOP:
             self.stopped = True
 
@@ -336,22 +323,10 @@ class TaskRunner(ErrorAnswers):
         save = save_rng_state if self._identities is None else self._identities.save
         self.channel.send_all(wire.pack(wire.LEAVING, b"" if self._setup.seeded is not None else save()))
 
-    def _forget_suspect(self) -> None:
-        suspect, self._suspect = self._suspect, None
-        if suspect is not None:
-            os.close(suspect)
-
-    def _stderr_capture(self) -> contextlib.AbstractContextManager[None]:
-        """Context around a task: captures standard error if the task is suspected of having killed a worker."""
-        suspect, self._suspect = self._suspect, None
-        return contextlib.nullcontext() if suspect is None else captured_stderr(suspect)
-
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
         self._epoch = self._assignments.epoch = epoch
         self._ended, self._last_seq = False, -1
-        # The task that it was for may have been cancelled before it began. No task of this epoch is suspected yet.
-        self._forget_suspect()
         # Before the dataset begins, which may take long: from here on no older task writes, so the main process may use
         # the slots of those again.
         self.channel.send_all(wire.pack_reset(wire.RESET_DONE, epoch))
@@ -388,12 +363,7 @@ class TaskRunner(ErrorAnswers):
                 self._resume()
             self._last_seq = seq
             reader = self._reader_or_error()
-            # Tested here, and not by a context that does nothing: entering a context for every task takes longer.
-            if self._suspect is None:
-                encoded = self._fetch(index, records)
-            else:
-                with self._stderr_capture():
-                    encoded = self._fetch(index, records)
+            encoded = self._fetch(index, records)
             # Before the answer: the main process takes records for those of the task that is answered next.
             if records:
                 self._send_skipped_samples(epoch, seq, records)
@@ -426,9 +396,7 @@ class TaskRunner(ErrorAnswers):
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()
-            # A suspect is sent to an idle worker, and alone until it is answered. So no other task's text is captured
-            # with it.
-            with self._stderr_capture(), UnexpectedCancellation("the dataset's"):
+            with UnexpectedCancellation("the dataset's"):
                 encoded = await reader.fetch_async(index, records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.
             if epoch == self._epoch:

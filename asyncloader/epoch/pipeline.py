@@ -450,7 +450,7 @@ class Pipeline(Listener):
             elif isinstance(action, Assign):
                 task, trace = action.task, self._statistics.trace
                 began = 0.0 if trace is None else perf_counter()
-                self._pool.assign(action.worker, task.epoch, task.seq, task.index, suspect=action.suspect)
+                self._pool.assign(action.worker, task.epoch, task.seq, task.index)
                 if trace is not None:
                     trace.assigned(self._run, task.seq, action.worker, began)
                 if self._late_tasks is not None:

@@ -16,7 +16,7 @@ import msgspec
 from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 
-_TO_WORKER = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.SUSPECT, wire.ASSIGNMENT)
+_TO_WORKER = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.ASSIGNMENT)
 _TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.PLAN, frames.LOOK)
 FROM_LOADER = (*_TO_WORKER, *_TO_NODE)
 FROM_NODE = (

@@ -433,7 +433,6 @@ class _Play:
             (task, []),
             (wire.pack(rng.choice([*FROM_LOADER, rng.randrange(256)]), any_body(rng, due.body)), made),
             (rng.choice([b"\x00" * 5, b"\xff" * 5, b"\x01\x00\x00\x80\x01", rng.randbytes(300)]), []),
-            (wire.pack(wire.SUSPECT), made),
             (wire.pack_task(0, 1, -1, 0, 0.0, spoiled(rng, pack([0, 1]))), []),
         ]
         try:

@@ -16,9 +16,6 @@ from typing import Any, NamedTuple
 
 # main -> worker
 TASK, RING, RESET, STOP = 1, 2, 3, 4
-SUSPECT = 5
-"""The next task has killed a worker before: capture its standard error in the file whose descriptor comes with the
-frame."""
 ASSIGNMENT = 6
 """The shards that the worker reads next, of a dataset whose shards the main process assigns."""
 LIMIT = 8

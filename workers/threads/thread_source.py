@@ -31,7 +31,7 @@ from asyncloader.workers.memory.inline_collate import inline_collate
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
-from asyncloader.workers.source import THREADS, WorkerHandle
+from asyncloader.workers.source import THREADS, WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
 from asyncloader.workers.threads.global_draws import Said
 from asyncloader.workers.threads.link import ObjectCodec, Table, ThreadChannel, thread_channels
@@ -80,7 +80,6 @@ class ThreadWorker:
     node = ""
     saved_rng_state: bytes | None = None
     outside = lost = False
-    suspect: int | None = None
 
     def __init__(self, worker_id: int, setup: WorkerSetup, said: Said) -> None:
         self.worker_id = worker_id
@@ -107,11 +106,7 @@ class ThreadWorker:
             daemon=True,
         )
         self.process.start()
-
-    @property
-    def place(self) -> str:
-        """The thread's name and id."""
-        return f"thread {self.process.native_id}"
+        self.place = f"thread {self.process.native_id}"
 
     def listen(self, loop: asyncio.AbstractEventLoop, readable: Callable[[], None], died: Callable[[], None]) -> None:
         """Have the loop call these. See `WorkerHandle.listen`."""
@@ -153,13 +148,6 @@ class ThreadWorker:
         """Return False: it is of this process, so a frame that cannot be read is an error of the loader."""
         del error
         return False
-
-    def suspected(self) -> int | None:
-        """Return None: the standard error is that of the whole process."""
-        return None
-
-    def cleared(self) -> None:
-        """Do nothing: no standard error was captured."""
 
     def stack(self) -> str:
         """Return the Python stack of its thread, the newest call last; empty if it has ended."""
@@ -226,7 +214,7 @@ def _main(over: _Over, channel: ThreadChannel, arguments: tuple[Any, ...]) -> No
         channel.bell.ring()
 
 
-class ThreadWorkers:
+class ThreadWorkers(WorkerSource):
     """Worker threads of this process. See `WorkerSource`."""
 
     start_method = THREADS
@@ -253,18 +241,6 @@ class ThreadWorkers:
         for worker in workers:
             dataset = setup.dataset if shared else own_copy(self._pristine)
             yield ThreadWorker(worker, setup._replace(dataset=dataset), self._said)
-
-    def obstacle(self) -> str:
-        """Return "": replacements get what the first workers got."""
-        return ""
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Do nothing: all workers are in this process."""
-        del changed
-        return _nothing
-
-    def rebalance(self, workers: Sequence[ThreadWorker]) -> None:
-        """Do nothing: all workers are in this process."""
 
     async def look(self, workers: Sequence[ThreadWorker], seconds: float) -> dict[int, Report]:
         """Report the stacks of these workers' threads."""
@@ -298,10 +274,6 @@ class ThreadWorkers:
     def close(self) -> None:
         """Drop the copy of the dataset."""
         self._pristine = None
-
-
-def _nothing() -> None:
-    pass
 
 
 def is_shared(dataset: Any, *, iterable: bool) -> bool:

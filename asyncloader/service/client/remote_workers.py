@@ -279,7 +279,6 @@ class RemoteWorker(Watched):
         """Whether it sent an answer that cannot be read."""
         self._on_end = on_end
         self.kill_reason = ""
-        self.suspect: int | None = None
         self._moved = ""
         self._link = link
         # A node on this machine passes the socket of the worker's process with OPENED.
@@ -396,13 +395,6 @@ class RemoteWorker(Watched):
         else:
             self.channel.distrust(why)
         return True
-
-    def suspected(self) -> int | None:
-        """Return None: its standard error goes to the node."""
-        return None
-
-    def cleared(self) -> None:
-        """Do nothing: no standard error was captured."""
 
     def kill_for(self, reason: str) -> None:
         """Have the node kill the process, if it carries out this worker's task. `reason` becomes part of the error."""

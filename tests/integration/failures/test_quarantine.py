@@ -32,7 +32,7 @@ def poison(folder: Path, places: dict[int, str]) -> Faults:
 @pytest.mark.thorough
 @pytest.mark.parametrize("workers", [1, 2])
 def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
-    """Indices, signal, pids, and the last lines of standard error, of Python and of libraries; the epoch continues."""
+    """Indices, signal, pids, and the stack of the crash; the epoch continues."""
     dataset = Faulty(12, poison(tmp_path, {5: "SIGABRT"}))
     batches = iter(DataLoader[Any](dataset, batch_size=2, num_workers=workers, seed=1))
     got: list[Any] = []
@@ -53,31 +53,9 @@ def test_error_has_the_facts(workers: int, tmp_path: Path) -> None:
     assert "indices [4, 5] killed 3 workers" in text
     assert all(str(pid) in text for _, pid, _ in error.deaths)
     assert "killed by signal: Aborted" in text
-    assert "the decoder says: broken header" in text
-    assert "and so does its library" in text
     assert "__getitem__" in text  # faulthandler's stack
     assert isinstance(error, LoaderError)
     assert isinstance(error, RuntimeError)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_suspect_that_survives_says_what_it_said(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The captured output of a suspected task still reaches standard error. The worker is forked: a fork server keeps
-    the standard error with which it was started.
-    """
-    got, _, _ = run(
-        kind, Faulty(6, Talkative(tmp_path, {3: "SIGKILL"})), num_workers=1, seed=1, multiprocessing_context="fork"
-    )
-    assert indices(got) == [[i] for i in range(6)]
-    assert "a word about 3" in capfd.readouterr().err
-
-
-class Talkative(Faults):
-    def strike(self, place: int) -> None:
-        import sys
-
-        super().strike(place)
-        sys.stderr.write(f"a word about {place}\n")
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -1,4 +1,4 @@
-"""The driver on real processes that exit, hang, stop, or cannot be ended. (State machine: test_shutdown_states.)"""
+"""Real processes that exit, hang, stop, or cannot be ended."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import pytest
 
+from asyncloader.workers import shutdown
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
@@ -22,8 +23,6 @@ from asyncloader.workers.shutdown import BUDGET, run
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux what processes are doing")
 
 FORK = multiprocessing.get_context("fork")
-
-# --------------------------------------------------------------------------------------- the driver, real processes
 
 
 class Context:
@@ -301,3 +300,8 @@ def test_action_that_fails_does_not_keep_the_others(start: Started) -> None:
 
     assert run([one, two], clock=clock, wait=wait) == []
     assert [p.process.exitcode for p in (one, two)] == [-signal.SIGKILL, 0]
+
+
+def test_the_whole_budget_is_its_parts() -> None:
+    """The times for all steps add up to at most the budget, so that there is time to die of SIGKILL."""
+    assert shutdown._ASK_SECONDS + shutdown._TERMINATE_SECONDS + shutdown._KILL_SECONDS <= BUDGET

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -32,7 +31,6 @@ from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder, total
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
-from asyncloader.workers.task_runner import TaskRunner
 from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 
@@ -68,18 +66,6 @@ def test_loaders_have_equal_time() -> None:
     for each in host._connections.values():
         each._frames.clear()
     assert host._next() is None
-
-
-def test_a_loader_that_suspects_a_task() -> None:
-    """The loader cannot capture the stderr that the process's tasks share; the descriptor that it passed is closed."""
-    fd = os.open("/dev/zero", os.O_RDONLY)
-    runner: Any = object.__new__(TaskRunner)
-    runner._draw_check, runner._suspect = object(), None  # a service's
-    runner.channel = SimpleNamespace(take_fd=lambda: fd)
-    runner.control(wire.SUSPECT, b"")
-    assert runner._suspect is None
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
 
 
 SETUP = WorkerSetup(
