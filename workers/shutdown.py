@@ -48,7 +48,7 @@ def run(
     Raises:
         BaseException: raised while it waited (KeyboardInterrupt). All processes have ended nevertheless.
     """
-    ending = _Ending(processes, clock, wait)
+    ending = _Farewell(processes, clock, wait)
     try:
         ending.finish()
     except BaseException as error:  # struck between two steps; `finish` catches all others
@@ -64,7 +64,7 @@ def run(
     return ending.given_up
 
 
-class _Ending:
+class _Farewell:
     def __init__(self, processes: Sequence[WorkerProcess], clock: Callable[[], float], wait: Wait) -> None:
         self.error: BaseException | None = None
         """What was raised first. From then on nothing is asked: all are killed."""
