@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Generator
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -61,17 +59,7 @@ def _unpickled(started: float) -> Bootstrap:
     # collector, which visits objects again and again that live as long as the process.
     gc_stopped = gc.isenabled()
     gc.disable()
-    # A process's age is known to a hundredth of a second, so it may seem to have begun before it was started.
-    return Bootstrap(started, max(started, perf_counter() - _age()), gc_stopped)
-
-
-def _age() -> float:
-    """Seconds since this process was created, to a hundredth; 0 where /proc cannot be read."""
-    try:
-        born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return float(Path("/proc/uptime").read_text().split()[0]) - born
-    except (OSError, ValueError, IndexError):
-        return 0.0
+    return Bootstrap(started, perf_counter(), gc_stopped)
 
 
 @contextlib.contextmanager

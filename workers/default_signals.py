@@ -16,12 +16,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
-from pathlib import Path
 from time import monotonic
 from types import FrameType
 from typing import Any, TypeVar
@@ -74,7 +72,8 @@ def set_worker_signals() -> None:
     for each in signal.valid_signals():
         with contextlib.suppress(RuntimeError):  # faulthandler refuses the signals of crashes
             faulthandler.unregister(each)
-    for number in _handled() | {signal.SIGTERM}:
+    # All of them: those that a library has set in C are not known here.
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         # A library's handler may hide that a signal is ignored: Debian's torch, as it is imported, sets one for SIGHUP.
         ignored = signal.getsignal(number) is signal.SIG_IGN and number != signal.SIGTERM
         signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -87,24 +86,6 @@ def set_worker_signals() -> None:
     mask, _fork.mask = _fork.mask, None
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _handled() -> set[int]:
-    """The signals that have handlers here: Python knows those that it set, the kernel also those set in C."""
-    changeable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
-    try:
-        status = Path("/proc/self/status").read_text(errors="replace")
-    except OSError:
-        status = ""
-    found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    if found is None:
-        return {number for number in changeable if signal.getsignal(number) is not signal.SIG_IGN}
-    caught = int(found[1], 16)
-    return {
-        number
-        for number in changeable
-        if caught >> (number - 1) & 1 or signal.getsignal(number) not in (signal.SIG_DFL, signal.SIG_IGN)
-    }
 
 
 T = TypeVar("T")

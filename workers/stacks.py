@@ -26,6 +26,7 @@ import select
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import NamedTuple
 
 _KEPT_BYTES = 64 << 10
@@ -143,7 +144,7 @@ def stack_pipe() -> tuple[StackReader, int]:
 
 
 class Target(NamedTuple):
-    """A worker to ask. The loop's thread may close its reader during `ask`; no other code may read from it."""
+    """A worker to ask. The loop's thread may close its reader during `ask`."""
 
     pid: int
     death_fd: int
@@ -172,121 +173,43 @@ async def ask(targets: Sequence[Target], seconds: float) -> list[Report]:
     Returns:
         One report per target, in their order.
     """
-    asked = [_StackRequest(target) for target in targets]
+    states = [process_state(target.pid) for target in targets]
+    refusals = [_send(target, state) for target, state in zip(targets, states, strict=True)]
+    left = [target.reader for target, refusal in zip(targets, refusals, strict=True) if not refusal]
+    until = monotonic() + seconds
+    while left and (remaining := until - monotonic()) > 0:
+        await asyncio.sleep(min(_QUIET, remaining))
+        # A worker may be replaced meanwhile, and its reader closed.
+        left = [each for each in left if (each.read() or not each.text()) and not each.ended and each.fileno() >= 0]
+    texts = [
+        refusal or target.reader.text().strip() or "no stack: the process did not answer in time"
+        for target, refusal in zip(targets, refusals, strict=True)
+    ]
+    return [Report(state, text) for state, text in zip(states, texts, strict=True)]
+
+
+def _send(target: Target, state: str) -> str:
+    """Ask one worker for its stacks. Returns why there will be none; empty if there will."""
+    reader = target.reader
+    reader.read()
+    # Text from before the request is no answer to it.
+    reader.clear()
+    if state.startswith("stopped"):
+        return f"no stack: the process is {state}, so it cannot answer"
+    if reader.signal is None:
+        return "no stack: the process is still starting, or has no signal free to be asked by"
     try:
-        answers = [request.answer for request in asked if request.send()]
-        if answers:
-            await asyncio.wait(answers, timeout=seconds)
-    finally:
-        for request in asked:
-            request.end()
-    return [request.report() for request in asked]
-
-
-class _StackRequest:
-    """The request to one target in `ask`."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._reader = target.reader
-        self._loop = asyncio.get_running_loop()
-        self._quiet: asyncio.TimerHandle | None = None
-        self._state = process_state(target.pid)
-        self._why_not = ""
-        # A duplicate: while the answer is awaited the worker may be replaced, its reader closed, and the number reused.
-        self._pipe = -1
-        self.answer: asyncio.Future[None] = self._loop.create_future()
-
-    def send(self) -> bool:
-        """Send the signal. Returns False if there will be no answer."""
-        self._reader.read()
-        # Text from before the request is no answer to it.
-        self._reader.clear()
-        self._why_not = self._obstacle() or ""
-        if self._why_not:
-            return False
-        self._loop.add_reader(self._pipe, self._readable)
-        return True
-
-    def _obstacle(self) -> str | None:
-        target, number = self._target, self._reader.signal
-        if self._state.startswith("stopped"):
-            return f"no stack: the process is {self._state}, so it cannot answer"
-        if self._reader.fileno() < 0:
-            return "no stack: the pipe to the process is closed"
-        if number is None:
-            return "no stack: the process is still starting, or has no signal free to be asked by"
-        try:
-            self._pipe = os.dup(self._reader.fileno())
-            if not _send(target, number):
-                return "no stack: the process has ended"
-        except OSError as error:
-            return f"no stack: the process could not be asked ({error})"
-        return None
-
-    def _readable(self) -> None:
-        came = self._reader.read()
-        # The second test: since the request, the loop has released the worker and closed its reader.
-        if self._reader.ended or self._reader.fileno() < 0:
-            self._finish()
-        elif came:
-            if self._quiet is not None:
-                self._quiet.cancel()
-            self._quiet = self._loop.call_later(_QUIET, self._finish)
-
-    def _finish(self) -> None:
-        self._unwatch()
-        if not self.answer.done():
-            self.answer.set_result(None)
-
-    def _unwatch(self) -> None:
-        fd, self._pipe = self._pipe, -1
-        if fd >= 0:
-            # Before the descriptor is closed: the loop would keep the number, which another file may get.
-            self._loop.remove_reader(fd)
-            os.close(fd)
-
-    def end(self) -> None:
-        """Remove all callbacks from the loop. Idempotent."""
-        if self._quiet is not None:
-            self._quiet.cancel()
-        self._unwatch()
-        self.answer.cancel()
-
-    def report(self) -> Report:
-        text = self._why_not or self._reader.text().strip()
-        return Report(self._state, text or "no stack: the process did not answer in time")
-
-
-def _send(target: Target, number: int) -> bool:
-    """Send the signal to this process and no other. Returns False if it has ended."""
-    if not hasattr(os, "pidfd_open"):  # pragma: no cover - macOS: a child keeps its number until it is reaped
-        if _ended(target.death_fd):
-            return False
-        os.kill(target.pid, number)
-        return True
-    try:
-        # Through a pidfd: a process that got the number of a process that has ended must not get the signal.
-        pidfd = os.pidfd_open(target.pid)
-    except ProcessLookupError:
-        return False
-    try:
-        # Checked after opening the pidfd: if it has not ended now, the pidfd is certainly its own.
-        if _ended(target.death_fd):
-            return False
+        poll = select.poll()
+        poll.register(target.death_fd, select.POLLIN)
+        if poll.poll(0):
+            return "no stack: the process has ended"
         # Without a handler the signal would end the process.
-        if _catches(target.pid, number) is False:
-            raise ProcessLookupError(f"it does not take signal {number} any more")
-        signal.pidfd_send_signal(pidfd, number)
-    finally:
-        os.close(pidfd)
-    return True
-
-
-def _ended(death_fd: int) -> bool:
-    poll = select.poll()
-    poll.register(death_fd, select.POLLIN)
-    return bool(poll.poll(0))
+        if _catches(target.pid, reader.signal) is False:
+            return f"no stack: the process does not take signal {reader.signal} any more"
+        os.kill(target.pid, reader.signal)
+    except OSError as error:
+        return f"no stack: the process could not be asked ({error})"
+    return ""
 
 
 # ----------------------------------------------------------------------------------------- states from the kernel
