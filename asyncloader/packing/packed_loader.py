@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.window_packer import WindowPacker
-from asyncloader.packing.windows import PackingOptions, Window
+from asyncloader.packing.windows import Window
 from asyncloader.ranks.topology import Topology, topology
 from asyncloader.workers.error_pickle import hide_our_frames
 
@@ -22,6 +22,7 @@ B = TypeVar("B")
 _VERSION = 1
 _KEYS = {"version", "loader", "carried", "delivered", "batch_size", "rank", "world_size"}
 _ORDER = ("streams", "shuffle_buffer", "shuffle_shards")  # of fixed streams
+_PACKING = {"max_tokens", "strategy", "domain"}
 _NOT_IN_EARLIER = {"packing", *_ORDER}
 
 
@@ -112,7 +113,7 @@ class PackedLoader:
             "loader": copy.deepcopy(state),
             "carried": [list(each) for each in carried],
             "delivered": delivered,
-            "packing": None if options is None else options._asdict(),
+            "packing": options,
             **self._described(),
         }
 
@@ -152,14 +153,13 @@ class PackedLoader:
         state = self.loader.state_dict()
         loaded, self._loaded = self._resumed(state) or {}, None
         self._taken = loaded
-        options = loaded.get("packing")
         self._packer = WindowPacker(
             self._collate,
             drop_last=self.drop_last,
             state=state,
             carried=loaded.get("carried", []),
             delivered=loaded.get("delivered", 0),
-            options=None if options is None else PackingOptions(**options),
+            options=loaded.get("packing"),
         )
         return self._packer
 
@@ -176,14 +176,19 @@ class _Rows(Generic[B]):
         self._read: list[Window] = []  # taken from the loader, and not packed; one at most
         self._state: Any = None  # the loader's, before that window
 
+    def _is_over(self) -> bool:
+        """Whether no window follows. Called where the rows of the window were delivered."""
+        self._packer.asked = True
+        if self._packer.over:
+            self._owner._end(self._packer)
+        return self._packer.over
+
 
 class _SyncRows(_Rows[Iterator[Window]], Iterator[dict[str, Any]]):
     def __next__(self) -> dict[str, Any]:
         packer = self._packer
         while (row := packer.row()) is None:
-            packer.asked = True
-            if packer.over:
-                self._owner._end(packer)
+            if self._is_over():
                 raise StopIteration
             if not self._read:
                 self._state = self._owner.loader.state_dict()
@@ -202,9 +207,7 @@ class _AsyncRows(_Rows[AsyncIterator[Window]], AsyncIterator[dict[str, Any]]):
     async def __anext__(self) -> dict[str, Any]:
         packer = self._packer
         while (row := packer.row()) is None:
-            packer.asked = True
-            if packer.over:
-                self._owner._end(packer)
+            if self._is_over():
                 raise StopAsyncIteration
             if not self._read:
                 state = self._owner.loader.state_dict()
@@ -225,16 +228,16 @@ def _check(state: Any, here: dict[str, Any]) -> None:
     if state["version"] != _VERSION:
         raise StateError(f"the state has version {state['version']!r:.100}, but this asyncloader knows {_VERSION}")
     carried, delivered = state["carried"], state["delivered"]
-    if type(delivered) is not int or delivered < 0 or not isinstance(carried, list):
-        raise StateError("the state is damaged: its rows are no number")
-    if not isinstance(state["loader"], dict):
-        raise StateError("the state is damaged: it has no state of the loader")
-    for each in carried:
-        if not isinstance(each, list) or [type(number) for number in each] != [int] * 3 or not _is_slice(*each):
-            raise StateError(f"the state is damaged: {each!r:.100} is no slice of a sequence")
     packing = state.get("packing")
-    if packing is not None and not (isinstance(packing, dict) and packing.keys() == {*PackingOptions._fields}):
-        raise StateError(f"the state is damaged: {packing!r:.100} are no options of JoinSequences")
+    if (
+        type(delivered) is not int
+        or delivered < 0
+        or not isinstance(state["loader"], dict)
+        or not isinstance(carried, list)
+        or not all(map(_is_slice, carried))
+        or not (packing is None or (isinstance(packing, dict) and packing.keys() == _PACKING))
+    ):
+        raise StateError("the state is damaged: its rows, its sequences, its loader or its options cannot be read")
     for name, value in here.items():
         if name in state and state[name] != value:
             raise StateError(
@@ -243,5 +246,8 @@ def _check(state: Any, here: dict[str, Any]) -> None:
             )
 
 
-def _is_slice(sequence: int, start: int, stop: int) -> bool:
+def _is_slice(value: Any) -> bool:
+    if not isinstance(value, list) or [type(number) for number in value] != [int] * 3:
+        return False
+    sequence, start, stop = value
     return 0 <= sequence < 1 << 62 and 0 <= start < stop < 1 << 62

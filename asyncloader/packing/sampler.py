@@ -1,11 +1,22 @@
 """A sampler that packs sequences of known lengths into rows of at most `max_tokens` tokens.
 
-Data path: plan -> [sampler] -> scheduler -> pool -> worker. It uses only the lengths; workers read the sequences.
+Data path: bin_packing -> [sampler] -> scheduler -> pool -> worker. It uses only the lengths; workers read the
+sequences.
+
+The epoch's shuffled order is cut into windows. The sequences of a window are packed, those of each domain apart, and
+the window's rows are shuffled among themselves. The remainder, less than a row of each domain, is packed with the
+next window; after the last window it makes rows that are short. So a window depends on the windows before it: to find a
+row, these are packed again.
+
+The rows depend on the arguments alone, and will never change between versions, like the permutation.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import Any, Literal, get_args
 
@@ -13,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from asyncloader.packing.bin_packing import STRATEGIES, Strategy
-from asyncloader.packing.plan import PackingPlan
+from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, whole
 from asyncloader.packing.sequence_rows import Row
 from asyncloader.samplers.argument_checks import check_lengths, check_positive, checksum
 from asyncloader.samplers.permutation import Permutation
@@ -22,9 +32,81 @@ from asyncloader.samplers.surviving import Restarting
 
 OnTooLong = Literal["error", "skip", "truncate", "split"]
 _CHOICES: tuple[str, ...] = get_args(OnTooLong)
-_CUTTING = ("wrap", "best_fit_wrap")
 
 _ROWS_PER_WINDOW, _LEAST_WINDOW = 100, 1000
+
+
+@dataclass(frozen=True, eq=False)
+class PackingPlan:
+    """All rows of one epoch.
+
+    Args:
+        lengths: of every sequence, positive.
+        domains: number of each sequence's domain, below 2**31; None: all are of one.
+        max_tokens: most tokens of a row. Longer sequences are cut.
+        strategy: see `pack`.
+        window: sequences that are packed together.
+        drop_last: leave out the remainder after the last window.
+        seed: None: the order of the lengths, and the rows of a window in theirs.
+        epoch: chooses another shuffle.
+    """
+
+    lengths: npt.NDArray[np.integer]
+    domains: npt.NDArray[np.integer] | None
+    max_tokens: int
+    strategy: Strategy
+    window: int
+    drop_last: bool
+    seed: int | None
+    epoch: int
+
+    @cached_property
+    def size(self) -> int:
+        """The number of rows. Packs every window, once."""
+        return sum(len(rows) for _, rows in self._windows())
+
+    def rows_from(self, row: int) -> Iterator[Slices]:
+        """Yield the epoch's rows from number `row` on, each as its slices, ``(n, 3)``."""
+        for number, rows in self._windows():
+            if row < len(rows):
+                for each in self._shuffle(number, len(rows))[row:]:
+                    yield rows[each]
+            row = max(0, row - len(rows))
+
+    def _windows(self) -> Iterator[tuple[int, list[Slices]]]:
+        """Yield the number of each window and its rows, in the order of their domains."""
+        order = None if self.seed is None else Permutation(len(self.lengths), self.seed, self.epoch)
+        left: dict[int, Slices] = {}
+        for number, first in enumerate(range(0, len(self.lengths), self.window)):
+            indices = np.arange(first, min(first + self.window, len(self.lengths)))
+            if order is not None:
+                indices = order(indices)
+            rows: list[Slices] = []
+            for domain, own in self._by_domain(whole(self.lengths[indices], indices)):
+                slices = np.concatenate([left.get(domain, NOTHING), own])
+                packed, left[domain] = pack(slices, self.max_tokens, self.strategy)
+                rows += packed
+            if first + self.window >= len(self.lengths) and not self.drop_last:
+                rows += [rest for _, rest in sorted(left.items()) if len(rest)]
+            yield number, rows
+
+    def _by_domain(self, slices: Slices) -> Iterator[tuple[int, Slices]]:
+        if self.domains is None:
+            yield 0, slices
+            return
+        domains = self.domains[slices[:, 0]]
+        order = np.argsort(domains, kind="stable")
+        names, starts = np.unique(domains[order], return_index=True)
+        yield from zip(names.tolist(), np.split(slices[order], starts[1:]), strict=True)
+
+    def _shuffle(self, window: int, rows: int) -> list[int]:
+        """Return the order of the window's rows."""
+        if self.seed is None:
+            return list(range(rows))
+        key = b"".join(number.to_bytes(8, "little") for number in (self.seed, self.epoch, window))
+        digest = hashlib.shake_256(b"asyncloader packing" + key).digest(8)
+        order: list[int] = Permutation(rows, int.from_bytes(digest, "little"))(np.arange(rows)).tolist()
+        return order
 
 
 class PackingSampler(Sampler[Row]):
@@ -33,7 +115,7 @@ class PackingSampler(Sampler[Row]):
     The order of (seed, epoch) is cut into windows, and the sequences of a window are packed. The remainder, less
     than a row, is packed with the next window. A window's rows are shuffled among themselves. Every token comes once in
     an epoch. The rows are a function of the arguments and the epoch alone: the same in every process, and an iteration
-    can begin with any row, for which the windows before it are packed once (about 1 s for a million sequences).
+    can begin with any row, for which the windows before it are packed (about 1 s for a million sequences).
 
     A row is a tuple of indices. Where sequences may be cut (`slices`), it is a tuple of slices
     ``(index, start, stop)``: tokens `start` to `stop` of a sequence.
@@ -46,7 +128,6 @@ class PackingSampler(Sampler[Row]):
         max_tokens: most tokens of a row.
         seed: 0 to 2**64 - 1.
         strategy:
-            ``"first_fit"``: each sequence goes to the first row of the window that has room for it.
             ``"best_fit"`` (default): the longest sequences first, each to the fullest row that has room for it.
             ``"wrap"``: the sequences one after the other, cut where a row is full. All rows are full but the last.
             ``"best_fit_wrap"``: as ``"best_fit"``; then some sequences are cut to fill all rows but the last.
@@ -54,8 +135,7 @@ class PackingSampler(Sampler[Row]):
             only. Default: all sequences are of one domain.
         on_too_long: for a sequence of more than `max_tokens` tokens: ``"error"`` raises, ``"skip"`` leaves it out of
             every epoch and counts it in `skipped`, ``"truncate"`` takes its first `max_tokens` tokens, and ``"split"``
-            cuts it into rows and a rest that is packed. Default: ``"split"`` for the two strategies that cut sequences,
-            else ``"error"``.
+            cuts it into rows and a rest that is packed. Default: ``"error"`` for ``"best_fit"``, else ``"split"``.
         shuffle: False takes the sequences in the order of the dataset, and a window's rows in the order in which they
             were begun. Default True.
         drop_last: leave out the remainder after the last window: of each domain, one row that is not full. Default
@@ -89,7 +169,7 @@ class PackingSampler(Sampler[Row]):
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.epoch = 0
-        self.slices = strategy in _CUTTING or rule in ("truncate", "split")
+        self.slices = strategy != "best_fit" or rule in ("truncate", "split")
         """Whether rows consist of slices, and not of indices."""
         given = _checked(lengths)
         labels = None if domains is None else _numbered(domains, len(given))
@@ -140,7 +220,7 @@ class PackingSampler(Sampler[Row]):
 
     def __len__(self) -> int:
         """The exact number of rows of the present epoch. It may differ from epoch to epoch."""
-        return len(self._plan())
+        return self._plan().size
 
     def __iter__(self) -> Iterator[Row]:
         return self.iter_from(0)
@@ -152,8 +232,8 @@ class PackingSampler(Sampler[Row]):
             ValueError: `start` is not between 0 and the number of rows.
         """
         plan = self._plan()
-        if not plan.has(start):
-            raise ValueError(f"start should be between 0 and {len(plan)}, but got start={start}")
+        if start and not 0 < start <= plan.size:
+            raise ValueError(f"start should be between 0 and {plan.size}, but got start={start}")
         return Restarting(lambda row: self._from(plan, row), start)
 
     def is_at(self, row: Row, index: Any) -> bool:
@@ -169,7 +249,7 @@ class PackingSampler(Sampler[Row]):
                 yield tuple(indices.tolist())
 
     def _plan(self) -> PackingPlan:
-        """Return the present epoch's plan. It is kept, because it has the counts of its windows' rows."""
+        """Return the present epoch's plan. It is kept, because it has the number of its rows."""
         seed = self.seed if self.shuffle else None
         plan = self._planned
         if plan is None or (plan.seed, plan.epoch, plan.drop_last) != (seed, self.epoch, self.drop_last):
@@ -199,11 +279,13 @@ def rule_of(on_too_long: OnTooLong | None, strategy: Strategy) -> OnTooLong:
     Raises:
         ValueError: it, or the strategy, is unknown.
     """
+    if strategy == "first_fit":  # pyright: ignore[reportUnnecessaryComparison]
+        raise ValueError('strategy="first_fit" was removed: "best_fit" cuts no sequences either, and fills rows better')
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy should be one of {STRATEGIES}, but got strategy={strategy!r}")
     if on_too_long not in (None, *_CHOICES):
         raise ValueError(f"on_too_long should be one of {_CHOICES}, but got on_too_long={on_too_long!r}")
-    return on_too_long or ("split" if strategy in _CUTTING else "error")
+    return on_too_long or ("error" if strategy == "best_fit" else "split")
 
 
 def _checked(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:

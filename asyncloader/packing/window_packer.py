@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from asyncloader.errors import StateError
-from asyncloader.packing.bin_packing import NOTHING, Slices, pack
+from asyncloader.packing.bin_packing import NOTHING, Slices, pack, whole
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.fields import join
-from asyncloader.packing.windows import PackingOptions, Window, is_consistent
+from asyncloader.packing.windows import Window, is_consistent
 
 Carried = list[list[int]]
 """The remainder of a window: ``[sequence, start, stop]`` of each slice."""
@@ -39,7 +39,7 @@ class WindowPacker:
         state: the loader's state before the first window that will be added.
         carried: the remainder of that window, whose rows were delivered; empty: it is packed like the others.
         delivered: rows of the next window that is packed that were delivered.
-        options: of the windows when these rows were packed; None: no window was packed.
+        options: of the windows when these rows were packed (`options_of`); None: no window was packed.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WindowPacker:
         state: Any,
         carried: Carried,
         delivered: int,
-        options: PackingOptions | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self._collate = collate
         self._drop_last = drop_last
@@ -61,9 +61,9 @@ class WindowPacker:
         self._before: Any = None
         self._carried: Carried = []
         self._carry: Window | None = None
-        # Of the present window.
-        self._sources: tuple[_Source, _Source] | None = None
-        self._rows: list[Slices] = []
+        # Of the present window; None: no window was packed.
+        self._rows: list[Slices] | None = None
+        self._joined: Window | None = None
         self.delivered = delivered
         """Rows of the window that were delivered. The caller adds 1 when it returns a row."""
         self.over = False
@@ -75,10 +75,10 @@ class WindowPacker:
     @property
     def unbegun(self) -> bool:
         """Whether the first row was asked for, and no window was packed."""
-        return self.asked and self._sources is None
+        return self.asked and self._rows is None
 
     @property
-    def position(self) -> tuple[Any, Carried, int, PackingOptions | None]:
+    def position(self) -> tuple[Any, Carried, int, dict[str, Any] | None]:
         """The arguments `state`, `carried`, `delivered` and `options` of a packer that continues with the next row."""
         return *self._position, self.delivered, self._options
 
@@ -94,99 +94,87 @@ class WindowPacker:
             TypeError: the loader's batches are no windows.
         """
         window = read[0] if read else None
-        if window is not None and not isinstance(window, Window):
-            raise TypeError(
-                f"PackedLoader packs windows of sequences, but the loader gave {type(window).__name__}: give the "
-                "loader collate_fn=JoinSequences(...)"
-            )
-        if window is not None and not is_consistent(window):
-            raise ValueError("a window contradicts itself: its lengths, fields and options were not made together")
-        options = self._options if window is None else PackingOptions.of(window)
-        if self._sources is None and self._options is not None and options is not None:
-            # Delivered rows are known by their number alone: packed otherwise, sequences would be lost or repeated.
-            _check_options(self._options, options)
+        options = self._options
+        if window is not None:
+            _check(window)
+            options = options_of(window)
+            if self._rows is None and self._options is not None:
+                # Delivered rows are known by their number alone: packed otherwise, sequences would be lost or repeated.
+                _check_options(self._options, options)
         if self._sought:
             slices = np.array(self._sought, np.int64)
             lengths = np.zeros(0, np.int64) if window is None else window.lengths
-            if slices[:, 0].max() >= len(lengths) or (slices[:, 2] > lengths[slices[:, 0]]).any():
+            if window is None or slices[:, 0].max() >= len(lengths) or (slices[:, 2] > lengths[slices[:, 0]]).any():
                 raise StateError(_OTHERS)
             carry = _take(window, slices)
             self._before, self._carried, self._carry, self._sought = state, self._sought, carry, []
             del read[:]
             return
-        sources = _Source(self._carry), _Source(window)
-        rows, left = self._pack(self._carry, window)
-        carry, numbers = _take(window, left), left.tolist()
+        joined = _join(self._carry, window)
+        rows, left = self._pack(joined, window is None)
+        carry, numbers = None if window is None else _take(window, left), left.tolist()
         if self._skip > len(rows):
             raise StateError(_OTHERS)
         # No calls from here on: Ctrl-C cannot come between these assignments.
-        self._options = options
+        self._options, self._joined = options, joined
         self._position = (self._before if self._carried else state), self._carried
-        self._sources, self._rows, self.delivered, self._skip = sources, rows, self._skip, 0
+        self._rows, self.delivered, self._skip = rows, self._skip, 0
         self._before, self._carried, self._carry = state, numbers, carry
         self.over = window is None
         del read[:]
 
     def row(self) -> dict[str, Any] | None:
         """Return the next row of the window that was added, as `PackSequences` gives it; None: all were delivered."""
-        if self.delivered >= len(self._rows) or self._sources is None:
+        if self._rows is None or self._joined is None or self.delivered >= len(self._rows):
             return None
-        slices = self._rows[self.delivered]
-        old, new = self._sources
-        carried = slices[:, 0] < old.size
-        batch: dict[str, Any] = {}
-        for name in new.fields or old.fields:
-            values = new.cut(name, slices[~carried] - (old.size, 0, 0))
-            if carried.any():
-                first, second = iter(old.cut(name, slices[carried])), iter(values)
-                values = [next(first) if each else next(second) for each in carried.tolist()]
-            batch[name] = join(values) if isinstance(values[0], torch.Tensor) else values
-        lengths = slices[:, 2] - slices[:, 1]
-        return self._collate.arrange(batch, lengths, np.zeros(len(slices), np.int64), 1)
+        row = _take(self._joined, self._rows[self.delivered])
+        return self._collate.arrange(row.fields, row.lengths, np.zeros(len(row.lengths), np.int64), 1)
 
-    def _pack(self, carry: Window | None, window: Window | None) -> tuple[list[Slices], Slices]:
-        """Return the rows of a window, and the remainder of it. The sequences of `carry` are numbered before it."""
-        present = [each for each in (carry, window) if each is not None and len(each.lengths)]
-        if not present:
+    def _pack(self, joined: Window | None, last: bool) -> tuple[list[Slices], Slices]:
+        """Return the rows of a window behind the carried sequences, and the remainder of it."""
+        if joined is None:
             return [], NOTHING
-        before, now = _named(present[0]), _named(present[-1])
-        if before != now:
-            raise ValueError(
-                f"all sequences should have the same fields, but some have {now}, and those before {before}"
-            )
-        lengths = np.concatenate([each.lengths for each in present])
-        slices = np.zeros((len(lengths), 3), np.int64)
-        slices[:, 0] = np.arange(len(lengths))
-        slices[:, 2] = lengths
-        own = 0 if carry is None else len(carry.lengths)
+        slices = whole(joined.lengths, np.arange(len(joined.lengths)))
+        own = 0 if self._carry is None else len(self._carry.lengths)
+        members: dict[Any, list[int]] = {}
+        for number, domain in enumerate(joined.domains or [None] * len(slices)):
+            members.setdefault(domain, []).append(number)
         rows: list[Slices] = []
         kept: list[Slices] = []
-        for members in _by_domain(present):
-            packed, left = pack(slices[members], present[-1].max_tokens, present[-1].strategy)
-            rows += map(packed.row, range(len(packed)))
-            if not len(left):
-                continue
-            if window is not None and (left[:, 0] >= own).all():
+        for each in members.values():
+            packed, left = pack(slices[each], joined.max_tokens, joined.strategy)
+            rows += packed
+            if len(left) and not last and (left[:, 0] >= own).all():
                 kept.append(left - (own, 0, 0))
-            elif window is not None or not self._drop_last:
+            elif len(left) and not (last and self._drop_last):
                 rows.append(left)
         return rows, np.concatenate(kept) if kept else NOTHING
 
 
-def _check_options(saved: PackingOptions, here: PackingOptions) -> None:
-    for name, before, now in zip(saved._fields, saved, here, strict=True):
-        if before != now:
-            given, other = _shown(name, before), _shown(name, now)
+def options_of(window: Window) -> dict[str, Any]:
+    """Return the options of `JoinSequences` by which a window's sequences are divided among rows."""
+    return {"max_tokens": window.max_tokens, "strategy": window.strategy, "domain": window.domains is not None}
+
+
+def _check(window: Any) -> None:
+    if not isinstance(window, Window):
+        raise TypeError(
+            f"PackedLoader packs windows of sequences, but the loader gave {type(window).__name__}: give the loader "
+            "collate_fn=JoinSequences(...)"
+        )
+    if not is_consistent(window):
+        raise ValueError("a window contradicts itself: its lengths, fields and options were not made together")
+
+
+def _check_options(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    for name, before in saved.items():
+        if before != here[name]:
+            words = {True: "a function", False: "None"} if name == "domain" else {}
+            given, other = (f"{name}={words.get(value) or repr(value):.100}" for value in (before, here[name]))
             raise StateError(
                 f"the state was saved with {given} of JoinSequences, which now has {other}: rows would be others; use "
                 f"{given}, or begin anew without the state"
             )
-
-
-def _shown(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"{name}={'a function' if value else None}"
-    return f"{name}={value!r:.100}"
 
 
 def _named(window: Window) -> list[str]:
@@ -195,43 +183,35 @@ def _named(window: Window) -> list[str]:
     return sorted(f"{name}" if isinstance(value, torch.Tensor) else f"{name} (one value)" for name, value in fields)
 
 
-def _by_domain(windows: list[Window]) -> list[list[int]]:
-    """Return the numbers of each domain's sequences, counted over all windows."""
-    members: dict[Any, list[int]] = {}
-    number = 0
-    for window in windows:
-        for domain in [None] * len(window.lengths) if window.domains is None else window.domains:
-            members.setdefault(domain, []).append(number)
-            number += 1
-    return list(members.values())
+def _join(carry: Window | None, window: Window | None) -> Window | None:
+    """Return a window of the sequences of both; None without sequences."""
+    present = [each for each in (carry, window) if each is not None and len(each.lengths)]
+    if len(present) < 2:
+        return present[0] if present else None
+    first, second = present
+    if _named(first) != _named(second):
+        raise ValueError(
+            f"all sequences should have the same fields, but some have {_named(second)}, and those before "
+            f"{_named(first)}"
+        )
+    domains = None if first.domains is None or second.domains is None else [*first.domains, *second.domains]
+    fields = {
+        name: join([first.fields[name], value]) if isinstance(value, torch.Tensor) else [*first.fields[name], *value]
+        for name, value in second.fields.items()
+    }
+    return second._replace(fields=fields, lengths=np.concatenate([first.lengths, second.lengths]), domains=domains)
 
 
-class _Source:
-    """The sequences of a window, or of none."""
-
-    def __init__(self, window: Window | None) -> None:
-        self.fields: dict[str, Any] = {} if window is None else window.fields
-        lengths = np.zeros(0, np.int64) if window is None else window.lengths
-        self.size = len(lengths)
-        self._begins = np.cumsum(lengths) - lengths
-
-    def cut(self, name: str, slices: Slices) -> list[Any]:
-        """Return a field of each slice: a view of its tokens, or its sequence's value."""
-        if not len(slices):
-            return []
-        value = self.fields[name]
+def _take(window: Window, slices: Slices) -> Window:
+    """Return a window of these slices as its sequences, in memory of its own."""
+    numbers = slices[:, 0].tolist()
+    begins = (np.cumsum(window.lengths) - window.lengths)[slices[:, 0], None]
+    bounds = (slices[:, 1:] + begins).tolist()
+    fields: dict[str, Any] = {}
+    for name, value in window.fields.items() if numbers else ():
         if isinstance(value, list):
-            return [value[number] for number in slices[:, 0].tolist()]
-        bounds = slices[:, 1:] + self._begins[slices[:, 0], None]
-        return [value[start:stop] for start, stop in bounds.tolist()]
-
-
-def _take(window: Window | None, slices: Slices) -> Window | None:
-    """Return a window of these slices as its sequences, in memory of its own; None without slices."""
-    if window is None or not len(slices):
-        return None
-    source = _Source(window)
-    parts = {name: source.cut(name, slices) for name in window.fields}
-    fields = {name: join(values) if isinstance(values[0], torch.Tensor) else values for name, values in parts.items()}
-    domains = None if window.domains is None else [window.domains[number] for number in slices[:, 0].tolist()]
+            fields[name] = [value[number] for number in numbers]
+        else:
+            fields[name] = join([value[start:stop] for start, stop in bounds])
+    domains = None if window.domains is None else [window.domains[number] for number in numbers]
     return window._replace(fields=fields, lengths=slices[:, 2] - slices[:, 1], domains=domains)

@@ -6,7 +6,7 @@ Data path: worker: dataset -> [windows] -> codec -> ring -> window_packer.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,24 +35,6 @@ class Window(NamedTuple):
     domains: list[int | str] | None
     max_tokens: int
     strategy: Strategy
-
-
-class PackingOptions(NamedTuple):
-    """The options of `JoinSequences` that divide a window's sequences among rows.
-
-    Attributes:
-        max_tokens, strategy: see `pack`.
-        domain: whether rows have sequences of one domain only.
-    """
-
-    max_tokens: int
-    strategy: str
-    domain: bool
-
-    @classmethod
-    def of(cls, window: Window) -> Self:
-        """Return the options of a window."""
-        return cls(window.max_tokens, window.strategy, window.domains is not None)
 
 
 def is_consistent(window: Window) -> bool:
@@ -114,22 +96,23 @@ class JoinSequences:
         """Return the window of these samples, one or more."""
         kept: list[Any] = []
         fields: list[dict[str, Array]] = []
+        lengths: list[int] = []
         for number, sample in enumerate(samples):
             own, sequence = token_fields(sample), sample
             length = len(next(iter(own.values())))
             if length > self.max_tokens and self.on_too_long != "split":
                 if self.on_too_long == "error":
                     raise ValueError(_too_long(number, sample, own, length, self.max_tokens))
-                if self.on_too_long == "skip":
-                    continue
-                sequence = cut(sample, 0, self.max_tokens)
+                length = 0 if self.on_too_long == "skip" else self.max_tokens
+                sequence = cut(sample, 0, length)
                 own = token_fields(sequence)
             if length:
                 kept.append(sequence)
                 fields.append(own)
-        lengths = np.fromiter((len(next(iter(own.values()))) for own in fields), np.int64, len(fields))
+                lengths.append(length)
         domains = None if self.domain is None else [_checked(self.domain(sequence)) for sequence in kept]
-        return Window(join_fields(kept, fields) if kept else {}, lengths, domains, self.max_tokens, self.strategy)
+        joined = join_fields(kept, fields) if kept else {}
+        return Window(joined, np.array(lengths, np.int64), domains, self.max_tokens, self.strategy)
 
 
 def _too_long(number: int, sample: Any, fields: Mapping[str, Any], length: int, max_tokens: int) -> str:

@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "awaited"])
-@pytest.mark.parametrize("strategy", ["first_fit", "best_fit", "wrap", "best_fit_wrap"])
+@pytest.mark.parametrize("strategy", ["best_fit", "wrap"])
 def test_planned_rows(strategy: Strategy, asynchronous: bool, node: NodeProcess) -> None:
     """Indices and slices arrive as they were planned: the batches of local workers; the rest after a resume."""
     with planned(strategy, asynchronous=asynchronous) as loader:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, split_long
+from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
 ANY = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -22,7 +22,7 @@ def slices_of(lengths: list[int]) -> Slices:
 
 def packed(lengths: list[int], max_tokens: int, strategy: Strategy) -> tuple[list[list[Any]], list[Any]]:
     rows, left = pack(slices_of(lengths), max_tokens, strategy)
-    return [rows.row(number).tolist() for number in range(len(rows))], left.tolist()
+    return [row.tolist() for row in rows], left.tolist()
 
 
 def size(row: list[Any]) -> int:
@@ -58,16 +58,15 @@ def test_where_sequences_are_cut(lengths: list[int], max_tokens: int) -> None:
         (index, at) for index, length in enumerate(lengths) for at in range(length)
     ]
     assert [size(row) for row in rows] == [max_tokens] * (total // max_tokens)
-    whole = len(split_long(slices_of(lengths), max_tokens))
+    whole = sum(-(-length // max_tokens) for length in lengths)
     rows, left = packed(lengths, max_tokens, "best_fit_wrap")
     assert [size(row) for row in rows] == [max_tokens] * (total // max_tokens)
     assert len(sum(rows, left)) <= whole + len(rows)
-    for strategy in ("first_fit", "best_fit"):
-        rows, left = packed(lengths, max_tokens, strategy)
-        assert len(sum(rows, left)) == whole
+    rows, left = packed(lengths, max_tokens, "best_fit")
+    assert len(sum(rows, left)) == whole
 
 
-def plainly(lengths: list[int], max_tokens: int, *, best: bool) -> list[int]:
+def plainly(lengths: list[int], max_tokens: int) -> list[int]:
     """The row of each length, by the definition."""
     filled: list[int] = []
     row_of = []
@@ -76,7 +75,7 @@ def plainly(lengths: list[int], max_tokens: int, *, best: bool) -> list[int]:
         if not fitting:
             filled.append(0)
             fitting = [len(filled) - 1]
-        row = max(fitting, key=lambda row: (filled[row], -row)) if best else fitting[0]
+        row = max(fitting, key=lambda row: (filled[row], -row))
         filled[row] += length
         row_of.append(row)
     return row_of
@@ -84,25 +83,21 @@ def plainly(lengths: list[int], max_tokens: int, *, best: bool) -> list[int]:
 
 @settings(deadline=None)
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=80))
-def test_the_textbook_algorithms(lengths: list[int]) -> None:
-    """The rows are those of first fit in the given order, and of best fit by decreasing length."""
-    for strategy, best in (("first_fit", False), ("best_fit", True)):
-        order = sorted(range(len(lengths)), key=lambda index: -lengths[index]) if best else range(len(lengths))
-        row_of = plainly([lengths[index] for index in order], 30, best=best)
-        expected: dict[int, list[int]] = {}
-        for index, row in zip(order, row_of, strict=True):
-            expected.setdefault(row, []).append(index)
-        rows, left = packed(lengths, 30, strategy)  # type: ignore[arg-type]
-        found = [[index for index, _, _ in row] for row in [*rows, left] if row]
-        assert sorted(found) == sorted(expected.values())
-        kept = [row for row in expected.values() if row in found[: len(rows)]]
-        assert found[: len(rows)] == kept  # in the order in which they were begun
+def test_the_textbook_algorithm(lengths: list[int]) -> None:
+    """The rows are those of best fit by decreasing length, in the order in which they were begun."""
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    expected: dict[int, list[int]] = {}
+    for index, row in zip(order, plainly([lengths[index] for index in order], 30), strict=True):
+        expected.setdefault(row, []).append(index)
+    rows, left = packed(lengths, 30, "best_fit")
+    found = [[index for index, _, _ in row] for row in [*rows, left] if row]
+    assert sorted(found) == sorted(expected.values())
+    assert found[: len(rows)] == [row for row in expected.values() if row in found[: len(rows)]]
 
 
 def test_examples() -> None:
     """Small cases that can be checked by eye: sequences of 5, 3, 4, 2 and 6 tokens in rows of 7."""
     lengths = [5, 3, 4, 2, 6]
-    assert packed(lengths, 7, "first_fit") == ([[[0, 0, 5], [3, 0, 2]], [[1, 0, 3], [2, 0, 4]]], [[4, 0, 6]])
     assert packed(lengths, 7, "best_fit") == ([[[0, 0, 5], [3, 0, 2]], [[2, 0, 4], [1, 0, 3]]], [[4, 0, 6]])
     assert packed(lengths, 7, "wrap") == (
         [[[0, 0, 5], [1, 0, 2]], [[1, 2, 3], [2, 0, 4], [3, 0, 2]]],

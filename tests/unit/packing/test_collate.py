@@ -125,16 +125,11 @@ def test_labels_are_padded_with_no_class(dtype: str, padded: str, tensors: bool)
     ("dtype", "value", "fits"),
     [
         ("uint16", 65535, True),
-        ("uint16", 65536, False),
         ("uint16", -1, False),
         ("uint8", 0.5, False),
-        ("bool", 1, True),
-        ("bool", 2, False),
         ("int32", float("nan"), False),
         ("float16", float("nan"), True),
-        ("float16", 0.1, True),
         ("float16", 1e9, False),
-        ("float32", -1e30, True),
         ("uint64", -100, False),
     ],
 )

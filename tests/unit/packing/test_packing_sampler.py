@@ -94,15 +94,12 @@ def test_the_rest_of_an_epoch_from_any_row(
 
 @ANY
 def test_many_windows(strategy: Any) -> None:
-    """Also of more windows than those at which what was left over is remembered, any row is found again."""
+    """Any row is found again, behind what was left over of the windows before."""
     lengths = some_lengths(5000)
     sampler = PackingSampler(lengths, 2000, 1, strategy=strategy, domains=lengths % 3, window=20)
-    assert sampler._plan().windows == 250
     rows = list(sampler)
     for start in range(0, len(rows), 31):
         assert next(PackingSampler.iter_from(sampler, start)) == rows[start]
-    fresh = PackingSampler(lengths, 2000, 1, strategy=strategy, domains=lengths % 3, window=20)
-    assert list(fresh.iter_from(len(rows) // 2)) == rows[len(rows) // 2 :]
 
 
 @ANY
@@ -128,21 +125,20 @@ def test_in_order() -> None:
     for epoch in (0, 3):
         sampler.set_epoch(epoch)
         assert list(sampler) == [((0, 0, 3), (2, 0, 2)), ((2, 2, 4), (3, 0, 2))]
-    sampler = PackingSampler([5, 3, 4, 2, 6], 7, 0, strategy="first_fit", shuffle=False)
-    assert list(sampler) == [(0, 3), (1, 2), (4,)]
+    sampler = PackingSampler([5, 3, 4, 2, 6], 7, 0, shuffle=False)
+    assert list(sampler) == [(0, 3), (2, 1), (4,)]
     sampler.drop_last = True
-    assert list(sampler) == [(0, 3), (1, 2)]
+    assert list(sampler) == [(0, 3), (2, 1)]
 
 
 def test_rows_are_nearly_full() -> None:
-    """With the default window, on lengths like those of texts, best fit beats first fit, and wraps are full."""
+    """With the default window, on lengths like those of texts."""
     lengths = some_lengths(20_000)
     fills = {
         strategy: fill(PackingSampler(lengths, 2048, 1, strategy=strategy), lengths)  # type: ignore[arg-type]
         for strategy in STRATEGIES
     }
-    assert fills["first_fit"] > 0.99
-    assert fills["best_fit"] > fills["first_fit"]
+    assert fills["best_fit"] > 0.99
     assert fills["wrap"] == fills["best_fit_wrap"] > 0.999
 
 
@@ -186,13 +182,12 @@ def test_too_long_is_an_error() -> None:
     ("options", "error", "message"),
     [
         ({"lengths": [3, -4]}, ValueError, "lengths should be 0 or more, but sequence 1 has length -4"),
-        ({"lengths": [3.5]}, TypeError, "lengths should be integers, but got float64"),
-        ({"lengths": [[1, 2]]}, ValueError, r"one length a sequence, but got shape \(1, 2\)"),
         ({"domains": [1, 2]}, ValueError, r"one label a sequence, shape \(3,\), but got shape \(2,\)"),
         ({"max_tokens": 0}, ValueError, "max_tokens should be positive, but got max_tokens=0"),
         ({"max_tokens": 2.5}, TypeError, r"max_tokens should be an integer, but got max_tokens=2\.5"),
         ({"window": 0}, ValueError, "window should be positive, but got window=0"),
         ({"strategy": "worst_fit"}, ValueError, "got strategy='worst_fit'"),
+        ({"strategy": "first_fit"}, ValueError, 'strategy="first_fit" was removed: "best_fit" cuts no sequences'),
         ({"on_too_long": "cut"}, ValueError, "got on_too_long='cut'"),
         ({"seed": -1}, ValueError, "seed=-1"),
     ],

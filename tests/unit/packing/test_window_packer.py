@@ -14,7 +14,7 @@ from asyncloader import JoinSequences, PackSequences
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import STRATEGIES
 from asyncloader.packing.window_packer import Carried, WindowPacker
-from asyncloader.packing.windows import PackingOptions, Window
+from asyncloader.packing.windows import Window
 
 MOST = 30
 
@@ -45,7 +45,7 @@ def run(
     state: int = 0,
     carried: Carried | None = None,
     delivered: int = 0,
-    options: PackingOptions | None = None,
+    options: dict[str, Any] | None = None,
 ) -> list[tuple[Any, dict[str, Any]]]:
     """The rows from a position on, each with the position before it; the loader's state is the number of windows."""
     packer = WindowPacker(
