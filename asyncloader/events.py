@@ -107,15 +107,6 @@ class Died(NamedTuple):
     lost: bool = False
 
 
-class Late(NamedTuple):
-    """The consumer waits for a task that is late: it may go to one of these workers too. `idle`: only to one that has
-    no other task.
-    """
-
-    others: Sequence[int]
-    idle: bool = False
-
-
 class Replaced(NamedTuple):
     """A new process has replaced the worker."""
 
@@ -151,7 +142,6 @@ Event: TypeAlias = (
     | Exhausted
     | Delivered
     | Died
-    | Late
     | Replaced
     | Joined
     | Excused
@@ -199,12 +189,6 @@ class Deliver(NamedTuple):
         return self.worker if self.stream is None else self.stream
 
 
-class Drop(NamedTuple):
-    """The second outcome of a task that two workers had: free its memory."""
-
-    outcome: Any
-
-
 class Poisoned(NamedTuple):
     """The outcome of a task that killed its workers and is not retried."""
 
@@ -231,7 +215,7 @@ class StoreFailed(NamedTuple):
     error: Exception
 
 
-Action: TypeAlias = Pull | Assign | Replace | Deliver | Drop | Finish | Fail | StoreFailed
+Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail | StoreFailed
 
 
 # ------------------------------------------------------------------- outcomes and notices

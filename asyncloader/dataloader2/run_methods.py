@@ -31,7 +31,7 @@ __all__ = ["RunMethods"]
 T_co = TypeVar("T_co", covariant=True)
 
 _MEANINGLESS = {
-    *(f"data/{name}" for name in ("prefetch_depth", "hedged_batches", "worker_retirements")),
+    *(f"data/{name}" for name in ("prefetch_depth", "worker_retirements")),
     *(f"data/{name}" for name in ("skipped_samples", "refilled_samples")),
     *(f"device/{name}" for name in ("page_locked_bytes", "page_lock_s", "staged_batches")),
 }

@@ -20,7 +20,6 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.epoch.hedging import LateTasks
 from asyncloader.epoch.respawn import Request, WorkerRespawner
 from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
 from asyncloader.epoch.scheduler import Scheduler
@@ -35,7 +34,6 @@ from asyncloader.events import (
     CopyBegun,
     Deliver,
     Died,
-    Drop,
     Event,
     Exhausted,
     Fail,
@@ -115,9 +113,6 @@ class Pipeline(Listener):
         self._count, self._tuning = count, tuning
         self._statistics = Statistics() if statistics is None else statistics
         self._at_nodes = pool.start_method == "service"
-        # Two workers must make the same batch of a task: `loss` says where they would not.
-        hedges = self._at_nodes and not loss and scheduler.assignment == "least_loaded"
-        self._late_tasks = LateTasks(pool, scheduler, self._statistics) if hedges else None
         self._run, self._pool = self._statistics.epochs, pool  # the iterator's number is for traces
         self._scheduler, self._sink, self._source = scheduler, sink, source
         self._offers: deque[Any] = deque()
@@ -192,8 +187,6 @@ class Pipeline(Listener):
             self._carry_out(self._scheduler.delivered(seq))
             if self._tuning is not None:
                 self._tuning.delivered()
-            if self._late_tasks is not None:
-                self._mind_late()
             if self._offers and self._allowed:
                 # Indices that were requested earlier, when the sampler had not given them yet: no new request names
                 # them.
@@ -226,8 +219,6 @@ class Pipeline(Listener):
         self._closed = True
         # `begun` must not wait for workers that are not listened to any more.
         self._begun.set()
-        if self._late_tasks is not None:
-            self._late_tasks.close()
         # Before the pool is detached: a process that is made from now on is discarded, not adopted.
         self._respawner.close()
         if self._tuning is not None:
@@ -288,21 +279,15 @@ class Pipeline(Listener):
         if result.slot == wire.ONEOFF:
             rings = self._pool.rings[worker]
             self._statistics.came_oneoff(result.nbytes, rings.too_small_for(result.nbytes), rings.ring_bytes)
-        if answer.cursor is not None:
-            self._late_tasks = None  # it changes the state of the dataset's copy that makes it
         self._completed(worker, result.seq, answer)
 
     def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped | Exception) -> None:
-        if self._late_tasks is not None:
-            self._late_tasks.answered(seq, worker)
         store_failed = isinstance(outcome, Exception)
         try:
             decide: Any = self._scheduler.failed if store_failed else self._scheduler.completed
             self._carry_out(decide(worker, seq, outcome))
         except Exception as error:
             self._fail(error)
-        if self._late_tasks is not None:
-            self._mind_late()
         if self._assigner is not None and not store_failed:
             self._send_assignments(self._assigner.answered(worker))
         if self._count is not None:
@@ -359,8 +344,6 @@ class Pipeline(Listener):
         self._deaths[worker] = death, lost
         # `begun` must not wait for this worker: the consumer gets the death with its next item.
         self._begun.set()
-        if self._late_tasks is not None:
-            self._late_tasks.died(worker)
         # Before the worker is replaced: a reply to the dead process must not reach the replacement, which asks again.
         if self._assigner is not None:
             self._assigner.died(worker)
@@ -453,8 +436,6 @@ class Pipeline(Listener):
                 self._pool.assign(action.worker, task.epoch, task.seq, task.index)
                 if trace is not None:
                     trace.assigned(self._run, task.seq, action.worker, began)
-                if self._late_tasks is not None:
-                    self._late_tasks.assigned(task.seq, action.worker)
                 if self._adapts:
                     # `assign` may have sent a ring with fewer slots, because memory is short.
                     self._adapt()
@@ -463,22 +444,11 @@ class Pipeline(Listener):
                 self._offer()
             elif isinstance(action, Replace):
                 self._replace(action.worker)
-            elif isinstance(action, Drop):
-                if isinstance(action.outcome, Answer):
-                    action.outcome.discard()
             elif isinstance(action, Finish) and self._source_error is not None:
                 # Only at the end: the batches that were requested before the error were delivered first.
                 self._sink(Fail(self._source_error))
             else:
                 self._sink(action)
-
-    def _mind_late(self) -> None:
-        # If the task that the consumer waits for is late, have the scheduler give it to a second worker.
-        # An error in `_handle` may have closed the pipeline just before this call.
-        if self._late_tasks is None or self._closed:
-            return
-        if (late := self._late_tasks.due(self._mind_late)) is not None:
-            self._handle(late)
 
     def _adapt(self) -> None:
         # Update run-ahead and credits: larger rings have fewer slots.

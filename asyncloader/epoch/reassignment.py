@@ -95,14 +95,12 @@ class Reassignment:
 
     # -------------------------------------------------------------------------------------------- deaths
 
-    def died(self, event: Died, lost: Sequence[int], twice: Sequence[int] | None = None) -> list[int]:
+    def died(self, event: Died, lost: Sequence[int]) -> list[int]:
         """Record a death. Returns the tasks that are poisoned now.
 
         Args:
             event: the death.
             lost: the worker's unanswered tasks, in the order in which it got them.
-            twice: None, unless it had tasks that were given to two workers: those of them without an answer.
-                Where they stood among all that it had is not known, but they were late, so they are the suspects.
         """
         worker = event.worker
         in_hand = lost[: len(lost) - len(self._waiting[worker])]  # the rest had not been sent
@@ -119,8 +117,7 @@ class Reassignment:
         if blames:
             # A worker that processes its tasks in order died at the first without an answer; a concurrent worker may
             # have died of any that it was sent.
-            first = in_hand[:1] if twice is None else twice
-            self.struck = list(dict.fromkeys([*first, *in_hand])) if self._concurrent else first
+            self.struck = in_hand if self._concurrent else in_hand[:1]
         for seq in self.struck:
             # Entered also with no death that counts: that makes it a suspect, which is tried alone.
             self._deaths.setdefault(seq, []).extend([] if event.outside else [event.error])

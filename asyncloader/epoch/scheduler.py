@@ -24,8 +24,6 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
 * Where any worker may make any batch their number may change (`Joined`, `Excused`): the first ones get tasks.
 * A task at which a store failed is outstanding still, and no batch takes its place. The consumer gets the error
   (`StoreFailed`); when it comes again, all such tasks are assigned once more, under the same numbers (`again`).
-* A task that is late (`Late`, see `hedging.py`) is given to a second worker too. The first outcome counts, the other
-  one is dropped. If one of the two workers dies, the task stays with the other.
 """
 
 from __future__ import annotations
@@ -45,14 +43,12 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
-    Drop,
     Event,
     Excused,
     Exhausted,
     Fail,
     Finish,
     Joined,
-    Late,
     Offered,
     Poisoned,
     Pull,
@@ -121,9 +117,6 @@ class Scheduler(StoreFailures):
         self._choice = WorkerChoice(self._unanswered) if assignment == "least_loaded" else None
         self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
-        # seq -> the worker besides its owner that will answer it; None if that worker died, until the task is answered
-        # or assigned again. Where these tasks stand among those of a worker is not known.
-        self._second: dict[int, int | None] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
         self._stream_tasks = StreamTasks(credits)
@@ -163,12 +156,6 @@ class Scheduler(StoreFailures):
         task = self._unanswered_tasks.get(seq)
         return None if task is None else (task, self._owner[seq])
 
-    @property
-    def starved(self) -> bool:
-        """Whether no outcome is ready for the consumer, and there are tasks."""
-        # Each task is unanswered or held back, so none waits for the consumer.
-        return bool(self._owner) and len(self._owner) == len(self._unanswered_tasks) + len(self._reorder)
-
     def copy(self, worker: int, task: int) -> int:  # noqa: ARG002 - the streams' scheduler looks at it
         """The copy of the dataset that makes a task of the worker that is not answered."""
         return worker
@@ -180,10 +167,6 @@ class Scheduler(StoreFailures):
     def replaces(self, worker: int) -> bool:
         """Whether the worker is being replaced, or its replacement has a suspect alone."""
         return not self._recovery.free(worker)
-
-    def hedged(self, seq: int) -> bool:
-        """Whether two workers were given the task, and one of them still has it."""
-        return seq in self._second
 
     @property
     def undelivered(self) -> int:
@@ -222,8 +205,6 @@ class Scheduler(StoreFailures):
             return self._started()
         if isinstance(event, Died):
             return self._died(event)
-        if isinstance(event, Late):
-            return self._give_twice(event)
         if isinstance(event, Replaced):
             self._recovery.up(event.worker)
             return self._send_waiting(event.worker)
@@ -315,8 +296,7 @@ class Scheduler(StoreFailures):
                     break
         if worker is not None or self.iterable:
             return worker
-        # An index that was pulled before `credits` was lowered, or there are tasks that two workers have: to the least
-        # loaded worker.
+        # An index that was pulled before `credits` was lowered: to the least loaded worker.
         return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
 
     def _least_unanswered(self, choice: WorkerChoice) -> int | None:
@@ -333,60 +313,16 @@ class Scheduler(StoreFailures):
         if self._choice is not None:
             self._choice.enter(worker)
 
-    def _give_twice(self, event: Late) -> list[Action]:
-        head = self.head
-        recovery = self._recovery
-        # At most two workers get a task: `_second` names one.
-        if self._choice is None or head is None or head[0].seq in self._second:
-            return []
-        if recovery.active or recovery.suspected(head[0].seq):
-            return []  # it may be what kills workers
-        # Also beyond a worker's share: the others have run ahead as far as they may while this task was late.
-        others = filter(self._active.__getitem__, event.others)
-        other = min(others, key=lambda worker: (self._unanswered[worker], self._load[worker]), default=None)
-        if other is None or (event.idle and self._unanswered[other]):
-            return []
-        self._second[head[0].seq] = other
-        self._load[other] += 1
-        self._count(other, 1)
-        return [Assign(other, head[0])]
-
-    def _drop_second(self, seq: int) -> None:
-        """The second worker of this task does not have it any more."""
-        other = self._second[seq]
-        assert other is not None
-        # Kept as None until the answer: if the owner dies too, `_died` must know that the task was given twice.
-        if seq in self._unanswered_tasks:
-            self._second[seq] = None
-        else:
-            del self._second[seq]
-        self._load[other] -= 1
-        self._count(other, -1)
-
     def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
         """`handle` for `Completed`, as `offered`."""
         if self.over:
             return []
-        if self._second and seq in self._second:
-            if seq not in self._unanswered_tasks:
-                if worker != self._second[seq]:
-                    raise ValueError(f"task {seq} was answered twice by worker {worker}")
-                self._drop_second(seq)
-                return [Drop(outcome), *self._pull_ahead()]
-            # The second worker was faster. They change places, so that the answer counts for the worker that gave it,
-            # and the other worker's answer is dropped when it comes.
-            if worker == self._second[seq]:
-                self._second[seq], self._owner[seq] = self._owner[seq], worker
         if seq not in self._unanswered_tasks:
             raise ValueError(f"task {seq} was answered but not outstanding (worker {worker})")
         return self._outcome(seq, outcome)
 
     def _outcome(self, seq: int, outcome: Any) -> list[Action]:
         task = self._unanswered_tasks.pop(seq)
-        # 0 stands for a task that was never given twice. Of a task that still has a second worker the entry stays, so
-        # that the worker's answer is recognised.
-        if self._second and self._second.get(seq, 0) is None:
-            del self._second[seq]
         worker = self._owner[seq]
         self._unanswered[worker] -= 1
         if self._choice is not None:
@@ -453,15 +389,9 @@ class Scheduler(StoreFailures):
 
     def _died(self, event: Died) -> list[Action]:
         worker, recovery = event.worker, self._recovery
-        # First the tasks that it had as the second worker: their owners make them, or have, so they are not lost.
-        twice = [seq for seq, other in self._second.items() if other == worker]
-        for seq in twice:
-            self._drop_second(seq)
         # In the order in which it got them: `recovery` blames the first.
         lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
-        twice += [seq for seq in lost if seq in self._second]
-        open_twice = [seq for seq in twice if seq in self._unanswered_tasks] if twice else None
-        poisoned = recovery.died(event, lost, open_twice)
+        poisoned = recovery.died(event, lost)
         # For its stream, for indices that are still to come, or for tasks that are to be made again.
         # A worker that was excused is replaced for the tasks that it still had.
         reopened = self._reopen(worker) if self._failed else []
@@ -488,15 +418,8 @@ class Scheduler(StoreFailures):
             # No task is left for a replacement: the sampler, or this worker's stream, has ended.
             self._active[worker] = False
         for seq in sorted((*lost, *reopened)) if reopened else lost:
-            if seq in poisoned:
-                continue
-            other = self._second.pop(seq, None)
-            if other is None:
+            if seq not in poisoned:
                 actions += self._assign_again(seq, worker)
-            else:  # the other worker has the task too, and owns it from now on
-                # They change places, because `_drop_second` takes the task from the second worker.
-                self._owner[seq], self._second[seq] = other, worker
-                self._drop_second(seq)
         # Last: a poisoned task makes room for another index, whose task must queue behind the reassigned tasks.
         for seq in poisoned:
             actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))

@@ -26,7 +26,6 @@ class StoreFailures:
     _load: list[int]
     _owner: dict[int, int]
     _unanswered_tasks: dict[int, Task]
-    _second: dict[int, int | None]
     _reorder: ReorderBuffer[Deliver]
     _recovery: Reassignment
     _failed: dict[int, Task]
@@ -39,26 +38,13 @@ class StoreFailures:
     def _count(self, worker: int, change: int) -> None:
         raise NotImplementedError
 
-    def _drop_second(self, seq: int) -> None:
-        raise NotImplementedError
-
-    def _pull_ahead(self) -> list[Action]:
-        raise NotImplementedError
-
     def failed(self, worker: int, seq: int, error: Exception) -> list[Action]:
         """A store failed at this task. Errors as `handle`."""
         if self.over:
             return []
-        other = self._second.get(seq)
-        if other is not None:  # the task was given to two workers: the other makes it, or has made it
-            if worker != other:
-                self._second[seq], self._owner[seq] = self._owner[seq], other
-            self._drop_second(seq)
-            return self._pull_ahead()
         if seq not in self._unanswered_tasks:
             raise ValueError(f"task {seq} was answered but not outstanding (worker {worker})")
         worker = self._owner[seq]
-        self._second.pop(seq, None)
         self._failed[seq], self._errors[seq] = self._unanswered_tasks.pop(seq), error
         self._count(worker, -1)
         waiting: list[Action] = []

@@ -70,9 +70,6 @@ class LoaderFigures:
         "total", "batches", "that bypass the ring, because `ring_bytes` allows no slot of their size"
     )
     ring_copies: int = _counted("total", "batches", "copied out of a ring because the consumer held its slots")
-    hedged_batches: int = _counted(
-        "total", "batches", "that were late at one node of a service, and requested from another node too"
-    )
     worker_restarts: int = _counted("total", "workers", "that died, or were too late, and were replaced")
     worker_retirements: int = _counted(
         "total", "workers", "replaced because they had grown beyond `worker_memory_limit`"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -81,7 +80,6 @@ class Statistics(LoaderFigures):
         "recorder",
         "ring_needed",
         "silent",
-        "task_seconds",
         "tell",
         "trace",
         "untold",
@@ -100,7 +98,6 @@ class Statistics(LoaderFigures):
         self.busy_s = 0.0  # seconds that workers spent on tasks
         self.worker_s = 0.0  # seconds that workers existed while an iterator was in use
         self.ring_needed = 0  # ring_bytes with which the oversize batches would have fitted
-        self.task_seconds: dict[str, deque[float]] = {}  # that the newest tasks took, by node, for `Hedging`
         self.newest_skipped: list[Any] = []  # records of the newest iterator's bad samples
         self.silent: set[str] = set()  # stores that workers say do not answer
         self.look_closely_at = 0.0  # when to measure a batch without workers more closely; of all epochs

@@ -6,6 +6,7 @@ The asserts check invariants at every step. `run` ends with the epoch, or fails 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -19,11 +20,9 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
-    Drop,
     Exhausted,
     Fail,
     Finish,
-    Late,
     Offered,
     Poisoned,
     Pull,
@@ -46,14 +45,13 @@ class Made(NamedTuple):
 
 
 class Strike(NamedTuple):
-    """A death over a task: the process, the tasks that it had in hand, in the order in which they were sent, whether
-    the death is known to come from outside, and whether another worker had one of these tasks, too.
+    """A death over a task: the process, the tasks that it had in hand, in the order in which they were sent, and
+    whether the death is known to come from outside.
     """
 
     pid: int
     hand: tuple[int, ...]
     outside: bool
-    twice: bool
 
 
 @dataclass
@@ -82,8 +80,6 @@ class World:
     poison: frozenset[Any] = frozenset()  # indices, or (worker, place), over which a worker dies
     kills: int = 0  # kills from outside, whether recognizable as such or not
     retirements: int = 0
-    late: int = 0  # times that the task for which the consumer waits is late
-    hedged: int = 0  # tasks that were also given to a second worker
     spared: bool = False  # no kill that looks like a task's doing strikes a task that was struck before
     prompt: bool = False  # indices are offered as soon as they are asked for
     varying: bool = False  # batches turn out larger or smaller: credits are lowered and raised
@@ -99,7 +95,6 @@ class World:
     trials: set[tuple[int, int]] = field(default_factory=set)  # a worker's process, and a suspect task that it was sent
     answered: set[int] = field(default_factory=set)
     void: set[int] = field(default_factory=set)
-    dropped: list[int] = field(default_factory=list)  # tasks whose second outcome was dropped
     # poisonous index or place -> number of workers that it killed
     killed_by: dict[Any, int] = field(default_factory=dict)
     line: deque[Deliver] = field(default_factory=deque)
@@ -132,8 +127,6 @@ class World:
                 worker.asked = True
             elif isinstance(action, Deliver):
                 self.line.append(action)
-            elif isinstance(action, Drop):
-                self.dropped.append(action.outcome.task.seq)
             else:
                 self.last.append(action)
 
@@ -149,15 +142,13 @@ class World:
         scheduler = self.scheduler
         credits = scheduler.credits * scheduler.workers
         assert scheduler.undelivered <= self.most_credits * scheduler.workers + scheduler.reorder_window
-        second = scheduler._second
-        sent = [t.seq for worker in self.workers for t in worker.queue if second.get(t.seq) != worker.number]
+        sent = [task.seq for worker in self.workers for task in worker.queue]
         assert len(set(sent)) == len(sent)
         waiting = scheduler.outstanding.keys() - set(sent)
         assert len(scheduler.outstanding) == len(sent) + len(waiting)
         for worker in self.workers:
             given = [seq for seq in scheduler.outstanding if scheduler._owner[seq] == worker.number]
-            single = [seq for seq in given if seq in sent and seq not in second]
-            assert single == self.single(worker)  # else it blames others
+            assert [seq for seq in given if seq in sent] == [task.seq for task in worker.queue]  # else it blames others
             held = waiting & set(scheduler._recovery._waiting[worker.number])
             waiting -= held
             assert not held or not worker.up or (self.concurrent and self.tries(worker)), f"{held} wait for nothing"
@@ -167,10 +158,6 @@ class World:
             assert scheduler.undelivered + self.pulls >= credits + min(
                 ahead, scheduler.reorder_window
             )  # no credit is idle
-
-    def single(self, worker: Worker) -> list[int]:
-        """Return the tasks that were sent to this worker and to no other."""
-        return [task.seq for task in worker.queue if not self.scheduler.hedged(task.seq)]
 
     def tries(self, worker: Worker) -> bool:
         """Whether the worker carries out a task that it was sent as a suspect."""
@@ -217,8 +204,6 @@ class World:
             found += [("kill", w.number) for w in up]
         if self.retirements:
             found += [("leave", w.number) for w in up if w.started and not w.ended]
-        if self.late:
-            found.append(("late", 0))
         return found
 
     def run(self) -> None:
@@ -251,28 +236,9 @@ class World:
         elif what in ("crash", "kill"):
             self.kills -= 1
             self.die(worker, outside=what == "kill")
-        elif what == "late":
-            self.late -= 1
-            self.give_twice()
         else:
             self.retirements -= 1
             self.die(worker, left=True)
-
-    def give_twice(self) -> None:
-        others = self.random.sample(range(len(self.workers)), self.random.randint(1, len(self.workers)))
-        head, idle = self.scheduler.head, self.random.random() < 0.3
-        if head is None or head[1] in others:
-            return
-        before = [len(worker.queue) for worker in self.workers]
-        self.handle(Late(others, idle))
-        gets = [worker.number for worker in self.workers if len(worker.queue) > before[worker.number]]
-        assert len(gets) <= 1
-        self.hedged += len(gets)
-        for number in gets:
-            assert number in others
-            assert before[number] == 0 or not idle
-            assert self.workers[number].queue[-1] == head[0]
-            assert self.scheduler.hedged(head[0].seq)
 
     def offer(self) -> None:
         if self.offered == len(self.indices):
@@ -302,16 +268,13 @@ class World:
             return
         del worker.queue[place]
         worker.made += 1
-        late, dropped = task.seq in self.answered, len(self.dropped)
         self.answered.add(task.seq)
         self.handle(Completed(worker.number, task.seq, Made(worker.number, task, worker.made - 1)))
-        assert self.last or self.dropped[dropped:] == [task.seq] * late
 
     def die(self, worker: Worker, *, left: bool = False, outside: bool = False) -> None:
         hand = tuple(task.seq for task in worker.queue)
         at_work = worker.started
-        twice = [seq for seq in hand if self.scheduler.hedged(seq)]
-        blamed = [seq for seq in (hand if self.concurrent else twice or hand[:1]) if seq not in self.answered]
+        blamed = hand if self.concurrent else hand[:1]
         worker.queue.clear()
         worker.up = False
         struck: set[int] = set()
@@ -319,7 +282,7 @@ class World:
             worker.deaths += 1
             if at_work:
                 for seq in blamed:
-                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand, outside, bool(twice)))
+                    self.strikes.setdefault(seq, []).append(Strike(worker.pid, hand, outside))
                     struck.add(seq)
         guilty = {seq for seq in struck if len(self.held_against(seq)) >= 3}
         self.answered |= guilty
@@ -336,7 +299,7 @@ class World:
 
     # ---------------------------------------------------------------------------------------------- ends
 
-    def check_failure(self, worker: Worker, blamed: list[int], guilty: list[int]) -> None:
+    def check_failure(self, worker: Worker, blamed: Sequence[int], guilty: list[int]) -> None:
         (fail,) = self.last
         assert isinstance(fail, Fail)
         if guilty:
@@ -362,7 +325,7 @@ class World:
             else:
                 assert isinstance(item.outcome, Made)
                 assert len(self.held_against(item.seq)) < 3
-        assert all(number <= 3 + self.hedged for number in self.killed_by.values())
+        assert all(number <= 3 for number in self.killed_by.values())
 
     def check_poisoned(self, poisoned: Poisoned) -> None:
         task = poisoned.task
@@ -370,10 +333,9 @@ class World:
         assert [death.pid for death in poisoned.deaths] == [strike.pid for strike in strikes]
         assert len(strikes) == 3
         if self.concurrent:
-            assert {strike.hand for strike in strikes[1:] if not strike.twice} == {(task.seq,)}  # they leave no doubt
+            assert {strike.hand for strike in strikes[1:]} == {(task.seq,)}  # they leave no doubt
         else:
-            assert {strike.hand[0] for strike in strikes if not strike.twice} == {task.seq}
-        assert not strikes[-1].twice
+            assert {strike.hand[0] for strike in strikes} == {task.seq}
         assert not self.spared or task.index in self.poison, "an innocent task in quarantine"
 
     def check_end(self) -> None:
@@ -414,7 +376,6 @@ def map_world(
     spared: bool = False,
     prompt: bool = False,
     varying: bool = False,
-    late: int = 0,
 ) -> World:
     """A world whose sampler gives the indices below `count`. `reorder_window` and `first_worker` are ignored where
     they do not apply.
@@ -441,5 +402,4 @@ def map_world(
         spared=spared,
         prompt=prompt,
         varying=varying,
-        late=late,
     )

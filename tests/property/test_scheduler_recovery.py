@@ -13,7 +13,7 @@ from asyncloader.epoch import reassignment
 from asyncloader.epoch.reassignment import Reassignment
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Action, Assign, Deliver, Died, Drop, Fail, Finish, Poisoned
+from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
 from tests.drawn import scaled
 from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms
@@ -35,14 +35,13 @@ from tests.property.scheduler_world import assignments, randoms
             "kills": st.integers(0, 6),
             "retirements": st.integers(0, 3),
             "prompt": st.booleans(),
-            "late": st.integers(0, 12),
         }
     ),
     random=randoms,
 )
 def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: Random) -> None:
     """With enough restarts each index is delivered once, as a batch or as poisoned, in order when asked, within the
-    credits, also if tasks were given to two workers.
+    credits.
 
     A quarantined task was struck three times by deaths that it may have caused: at the head of a blocking worker's
     tasks, or the second and third time alone.
@@ -64,7 +63,6 @@ def test_every_index_comes_once_whatever_dies(options: dict[str, Any], random: R
             "concurrent": st.booleans(),
             "poison": st.frozensets(st.integers(0, 15), max_size=3),
             "kills": st.integers(0, 12),
-            "late": st.integers(0, 12),
         }
     ),
     random=randoms,
@@ -220,14 +218,6 @@ class Endless(Scheduler):
         return super()._died(event)
 
 
-class Echo(Scheduler):
-    """A planted bug: both answers to a task that two workers had are delivered."""
-
-    def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
-        given = super().completed(worker, seq, outcome)
-        return [Deliver(seq, worker, each.outcome) if isinstance(each, Drop) else each for each in given]
-
-
 @pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])
 def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
     """A scheduler that loses, doubles or misdirects tasks, or restarts without limit, is found in a few runs."""
@@ -238,15 +228,6 @@ def test_the_world_notices_a_planted_bug(kind: type[Scheduler]) -> None:
             world = World(scheduler, random, concurrent=False, max_restarts=1, indices=list(range(12)), kills=4)
             world.run()
             world.check_delivered()
-
-
-def test_the_world_notices_a_batch_that_comes_twice() -> None:
-    """It is delivered for both answers to a task that two workers had."""
-    with pytest.raises((AssertionError, ValueError)):  # noqa: PT012 - which of them finds it is chance
-        for seed in range(20):
-            indices = list(range(12))
-            scheduler = Echo(workers=2, credits=2, assignment="least_loaded")
-            World(scheduler, Random(seed), concurrent=False, max_restarts=1, indices=indices, late=4).run()
 
 
 @pytest.mark.parametrize("concurrent", [False, True])

@@ -12,13 +12,11 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
-    Drop,
     Event,
     Excused,
     Exhausted,
     Fail,
     Joined,
-    Late,
     Offered,
     Pull,
     Replace,
@@ -187,43 +185,6 @@ def test_answer_that_nobody_waits_for_is_refused() -> None:
     s.handle(Completed(0, 0, "A"))
     with pytest.raises(ValueError, match="task 0 was answered but not outstanding"):
         s.handle(Completed(0, 0, "A"))
-
-
-def test_a_late_task_goes_to_a_second_worker_and_its_first_answer_counts() -> None:
-    """Either worker's answer may be the first; the second answer is dropped, and then neither has the task."""
-    for first, second in ((0, 1), (1, 0)):
-        s = started(offers=4, assignment="least_loaded")
-        assert s.handle(Completed(1, 1, "B")) == []
-        assert s.starved
-        assert s.handle(Late([1])) == [Assign(1, Task(0, 0, 0))]
-        assert s.hedged(0)
-        assert s.handle(Late([1])) == []  # it is given twice, not three times
-        assert s.handle(Completed(first, 0, first)) == [Deliver(0, first, first), Deliver(1, 1, "B")]
-        assert s.handle(Completed(second, 0, second)) == [Drop(second)]
-        assert not s.hedged(0)
-        assert [s.unanswered(worker) for worker in (0, 1)] == [1, 1]
-        with pytest.raises(ValueError, match="not outstanding"):
-            s.handle(Completed(second, 0, second))
-
-
-def test_a_late_task_goes_where_it_is_made_soonest() -> None:
-    """The task goes to the worker with the fewest tasks; to none if only an idle one may; to none in torch's turns."""
-    s = started(workers=3, offers=5, assignment="least_loaded")
-    assert s.handle(Late([1, 2], idle=True)) == []
-    assert s.handle(Late([1, 2])) == [Assign(2, Task(0, 0, 0))]
-    assert started(offers=2).handle(Late([1])) == []
-    assert not started(offers=2, assignment="least_loaded").hedged(0)
-
-
-def test_a_late_task_stays_with_the_one_who_lives() -> None:
-    """Only the lost worker's other tasks are assigned again."""
-    error = WorkerDied(0, 17, None)
-    for lost in (0, 1):
-        s = started(offers=4, assignment="least_loaded")
-        s.handle(Late([1]))
-        actions = s.handle(Died(lost, error, lost=True))
-        assert [each.task.seq for each in actions if isinstance(each, Assign)] == ([2] if lost == 0 else [1, 3])
-        assert s.handle(Completed(1 - lost, 0, "A")) == [Deliver(0, 1 - lost, "A")]
 
 
 def test_the_number_of_workers_changes() -> None:

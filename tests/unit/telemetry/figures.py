@@ -14,7 +14,6 @@ FIGURES = frozenset(
         "data/bytes_per_sec",
         "data/queue_depth",
         "data/ring_copies",
-        "data/hedged_batches",
         "data/oversize_batches",
         "data/startup_s",
         "data/time_to_first_batch_s",
