@@ -34,8 +34,8 @@ SEED = 20_252
 SIDE = 224
 MEAN = torch.tensor([0.485, 0.456, 0.406])[:, None, None]
 DEVIATION = torch.tensor([0.229, 0.224, 0.225])[:, None, None]
-IMAGES, WINDOWS, SEQUENCES, TABLE_ROWS = 32, 16, 32, 1024
-"""Samples in a batch of images, of windows of tokens, of sequences, and of rows."""
+IMAGES, SHORT, LONG, SEQUENCES, TABLE_ROWS = 32, 16, 4, 32, 1024
+"""Samples in a batch of images, of windows of 2,048 and of 32,768 tokens, of sequences, and of rows."""
 FILE_TOKENS = 1 << 26  # of the memory-mapped file: 128 MiB
 VOCABULARY = 50_257
 NUMBERS, CATEGORIES = 100, 10
@@ -353,8 +353,13 @@ def _sum_images(batch: Batch) -> float:
 INPUTS = {
     "images": Input(_make_photos, Photos, _sum_images),
     "tokens2k": Input(
-        _make_tokens(2048, WINDOWS),
+        _make_tokens(2048, SHORT),
         lambda folder: Windows(folder, 2048),
+        lambda batch: float(batch["targets"][:, -1].sum()),
+    ),
+    "tokens32k": Input(
+        _make_tokens(32768, LONG),
+        lambda folder: Windows(folder, 32768),
         lambda batch: float(batch["targets"][:, -1].sum()),
     ),
     "lengths": Input(_make_sequences, Sequences, lambda batch: float(batch["tokens"][:, 0].sum()), padded),

@@ -83,6 +83,13 @@ ROWS = {
         (*MAPPED, TURBO),
         variants=(OUR_THREADS,),
     ),
+    "tokens32k": Row(
+        "4 random windows of 32,768 tokens and their targets, a memory-mapped file",
+        600,
+        16,
+        (*MAPPED, TURBO),
+        variants=(OUR_THREADS,),
+    ),
     "lengths": Row("32 sequences of 16 to 2,048 tokens, batched by length and padded", 9600, 640, MAPPED),
     "table": Row(
         "Parquet, 100 numbers and 10 categories a row; row by row, batches of 1,024",
