@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import copy
 import pickle
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -40,7 +40,6 @@ from asyncloader.workers.fetch.setup import (
     set_worker_info,
 )
 from asyncloader.workers.fetch.worker_info import ContextInfo, answer_by_context, answering_with
-from asyncloader.workers.fetch.worker_resource import ResourceScope
 
 
 class StreamContexts(DatasetContext):
@@ -173,8 +172,8 @@ class StreamReaders:
         """Call this for each stream, as its code. What it returns to be awaited is awaited in the streams' contexts."""
         returned: dict[int, Any] = {}
         try:
-            for stream, reader in self._readers.items():
-                with self._identify(stream), reader.resources.here():
+            for stream in self._readers:
+                with self._identify(stream):
                     returned[stream] = init(stream)
         except BaseException:
             for each in returned.values():
@@ -253,7 +252,7 @@ class StreamReaders:
         """Return each stream's cursor at the beginning of an epoch; None if it has no state, or was read before."""
         found: list[PackedCursor | None] = []
         for stream, reader in self._readers.items():
-            with self._identify(stream), reader.resources.here():
+            with self._identify(stream):
                 found += reader.first_cursors()
         return found
 
@@ -299,21 +298,6 @@ class StreamReaders:
         """`DatasetReader.close` of each."""
         for reader in self._readers.values():
             reader.close()
-
-    @property
-    def resources(self) -> _Scopes:
-        """What the streams' code opens by `worker_resource`."""
-        return _Scopes([reader.resources for reader in self._readers.values()])
-
-
-class _Scopes:
-    def __init__(self, scopes: Sequence[ResourceScope]) -> None:
-        self._scopes = scopes
-
-    def close(self) -> None:
-        """`ResourceScope.close` of each."""
-        for scope in self._scopes:
-            scope.close()
 
 
 def read_copies(

@@ -39,6 +39,7 @@ from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.worker_resource import close_idle
 from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.stopping import stop_all_pools
 
@@ -166,7 +167,7 @@ class SyncInlineIterator(CountedNext):
         if os.getpid() != self._owner:
             return  # in a forked child nothing of it runs
         if bridge is None:
-            self._epoch.reader.resources.close()
+            close_idle()
             return
         if bridge.in_loop_thread:  # the loop's own thread cannot wait for the loop
             bridge.release_soon(_close_and_warn, self._epoch)
@@ -195,7 +196,7 @@ class SyncInlineIterator(CountedNext):
         if bridge is not None:
             bridge.release_soon(_close_and_warn, self._epoch)
         else:
-            self._epoch.reader.resources.close()
+            close_idle()
 
     def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # The attributes are missing if `__init__` raised before they were set.

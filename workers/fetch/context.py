@@ -23,7 +23,6 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset
 
 from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.data_end import not_the_end
-from asyncloader.workers.fetch.worker_resource import ResourceScope, current_scope
 
 EXIT_SECONDS = 1.5
 """Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
@@ -68,17 +67,13 @@ class DatasetContext:
         dataset: the dataset.
         before: awaited first, and once: what `worker_init_fn` returned; None: nothing.
         after: its `aclose` is awaited before the dataset's context exits; None: nothing.
-        resources: gets what `__aenter__` opens by `worker_resource`.
     """
 
-    def __init__(
-        self, dataset: Any, before: Any = None, after: Any = None, resources: ResourceScope | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, before: Any = None, after: Any = None) -> None:
         self._managers = [] if dataset is None else context_managers(dataset)
         if after is not None:
             self._managers.append(contextlib.aclosing(after))
         self._before = before
-        self._resources = resources
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
@@ -120,7 +115,6 @@ class DatasetContext:
             await shielded(opened)
 
     async def _hold(self, opened: asyncio.Future[None], leave: asyncio.Event) -> None:
-        current_scope.set(self._resources)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 with UnexpectedCancellation("the dataset's"):

@@ -39,7 +39,6 @@ from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, Sam
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
-from asyncloader.workers.fetch.worker_resource import ResourceScope, current_scope
 
 
 class DatasetReader(ReaderEnd):
@@ -80,11 +79,6 @@ class DatasetReader(ReaderEnd):
     ) -> None:
         self._setup, self._alone = setup, alone
         self.dataset = dataset
-        self.resources = ResourceScope()
-        """What the dataset's code opens by `worker_resource`."""
-        if in_worker:
-            # Also for the code that runs before the first fetch, and after it: `worker_init_fn`, above all.
-            current_scope.set(self.resources)
         self._time = time = Recorder().time if time is None else time
         self._slow = SlowSamples() if samples is None else samples
         self._collate = TimedCollate(collate, time)
@@ -158,7 +152,7 @@ class DatasetReader(ReaderEnd):
 
     def _begin_blocking(self, start: EpochStart) -> None:
         self._ready = False
-        with self._generators(), self.resources.here():
+        with self._generators():
             self._open(start)
             # `_skipping` asks the same, but to enter it takes time.
             with self._skipping(start) if start.skip else contextlib.nullcontext(range(0)) as batches:
@@ -174,7 +168,7 @@ class DatasetReader(ReaderEnd):
         if not self.asynchronous:
             return DatasetContext(None)
         after = self if assigns_shards(self.dataset) else None
-        return DatasetContext(self.dataset, before, after, self.resources)
+        return DatasetContext(self.dataset, before, after)
 
     @property
     def begun(self) -> bool:
@@ -183,7 +177,6 @@ class DatasetReader(ReaderEnd):
 
     async def open(self) -> None:
         """Begin the epoch of an asynchronous dataset now, and not with the first fetch. In a task of its own."""
-        current_scope.set(self.resources)
         async with self._lock:
             await self._ensure_begun()
 
@@ -354,7 +347,6 @@ class DatasetReader(ReaderEnd):
             assert self._start is not None
             self._begin_blocking(self._start)
         began = perf_counter()
-        token = current_scope.set(self.resources)
         try:
             # Tested here, and not by an empty context: entering a context for every batch takes longer.
             if self._setup.seeded is None:
@@ -365,14 +357,11 @@ class DatasetReader(ReaderEnd):
         except BaseException as error:
             self._pause_after(error)
             raise
-        finally:
-            current_scope.reset(token)
         self._record(began)
         return batch
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
         """Return the batch of an index, from an asynchronous dataset. See `fetch`. In a task of its own."""
-        current_scope.set(self.resources)
         if not self._setup.iterable:
             if not self._ready:
                 await self.open()  # the lock is for this alone: batches of a map dataset are fetched at the same time
@@ -429,14 +418,12 @@ class DatasetReader(ReaderEnd):
         """Return what `collated` makes the batch of, for callers that collate later. Asynchronous map datasets only. In
         a task of its own.
         """
-        current_scope.set(self.resources)
         if not self._ready:
             await self.open()
         return await self._timed(self._fetcher.samples(index, records))
 
     def collated(self, index: Any, samples: Any) -> Any:
         """Collate what `samples` returned for this index. In a task of its own."""
-        current_scope.set(self.resources)
         return self._fetcher.collated(index, samples)
 
     async def _ensure_begun(self) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 from asyncloader.workers.fetch.dataset_state import Bookmark
 from asyncloader.workers.fetch.stream_fetcher import WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
-from asyncloader.workers.fetch.worker_resource import ResourceScope
+from asyncloader.workers.fetch.worker_resource import aclose_idle, any_open, close_idle
 
 
 class ReaderEnd:
     """The base of `DatasetReader`, which reads: what ends a batch, and what ends the reading."""
 
     dataset: Any
-    resources: ResourceScope
     _fetcher: Any
     _bookmark: Bookmark
     _paused: bool
@@ -45,15 +44,15 @@ class ReaderEnd:
 
     async def aclose_resources(self) -> None:
         """Close what the dataset's code has opened by `worker_resource`. No fetch may be in progress."""
-        await self.resources.aclose(getattr(self._fetcher, "dataset_iter", None))
+        await aclose_idle(getattr(self._fetcher, "dataset_iter", None))
 
     def close_resources(self) -> None:
         """Close what a blocking dataset's code has opened by `worker_resource`. Nothing may be fetched afterwards."""
-        if self.resources.used:
+        if any_open():
             # A generator may have stopped within the context of such an object. It ends when it is freed.
             self._fetcher = None
             self._bookmark = Bookmark(self.dataset, 0)
-            self.resources.close()
+            close_idle()
 
     async def _close_worker_stream(self) -> None:
         if isinstance(self._fetcher, WorkerStreamFetcher):
@@ -63,7 +62,7 @@ class ReaderEnd:
         """Let the threads end, without waiting, and close what the dataset's code has opened. Nothing may be fetched
         afterwards.
         """
-        self.resources.close()
+        close_idle()
         for threads in (self._threads, self._decode_threads):
             if threads is not None:
                 threads.close()

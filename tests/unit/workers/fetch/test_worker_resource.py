@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from asyncloader import worker_resource
-from asyncloader.workers.fetch.worker_resource import AsyncWorkerResource, ResourceScope, current_scope
+from asyncloader.workers.fetch.worker_resource import AsyncWorkerResource, aclose_idle, close_idle
 from tests.helpers.forking import fork
 
 
@@ -54,62 +54,42 @@ def log() -> Log:
     return Log()
 
 
-@pytest.fixture(autouse=True)
-def scope() -> Iterator[ResourceScope]:
-    """Give each test a scope of its own, as a worker has."""
-    made = ResourceScope()
-    token = current_scope.set(made)
-    yield made
-    current_scope.reset(token)
-    made.close()
-
-
-def test_kept_used_again_and_closed_in_order(log: Log, scope: ResourceScope) -> None:
+def test_kept_used_again_and_closed_in_order(log: Log) -> None:
     """The least recently used is closed before another is opened; the rest at the end, which may be repeated."""
     files = worker_resource(log.opener, log.closer, max=2)
     for key in "abacab":
         with files(key) as file:
             assert file == [key]
     assert log.events == ["+a", "+b", "-b", "+c", "-c", "+b"]
-    scope.close()
-    scope.close()
+    close_idle()
+    close_idle()
     assert log.events[6:] == ["-a", "-b"]
     assert log.most == 2
 
 
-def test_in_use_is_not_closed(log: Log, scope: ResourceScope) -> None:
-    """More than `max` may be in use, and they outlive the end of the scope until they are given back."""
+def test_in_use_is_not_closed(log: Log) -> None:
+    """More than `max` may be in use, and they outlive the end of a worker until they are given back."""
     files = worker_resource(log.opener, log.closer, max=1)
     with ExitStack() as stack:
         held = [stack.enter_context(files(key)) for key in "aab"]
-        scope.close()
+        close_idle()
         assert held == [["a"], ["a"], ["b"]]
         assert held[0] is not held[1]
     assert log.events == ["+a", "+a", "+b", "-b", "-a", "-a"]
 
 
-def test_shared_objects(log: Log) -> None:
-    """With `shared` all users of a key have one object."""
-    files = worker_resource(log.opener, log.closer, max=1, shared=True)
-    with files("a") as first, files("a") as second, files("b"):
-        assert first is second
-    assert log.events == ["+a", "+b", "-b"]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_threads(log: Log, scope: ResourceScope, shared: bool) -> None:
-    """Eight threads never have a closed object, nor, unless it is shared, another thread's."""
-    files = worker_resource(log.opener, log.closer, max=3, shared=shared)
+def test_threads(log: Log) -> None:
+    """Eight threads never have a closed object, nor another thread's."""
+    files = worker_resource(log.opener, log.closer, max=3)
     users: dict[int, int] = {}
     wrong: list[str] = []
 
     def work(seed: int) -> None:
-        current_scope.set(scope)
         for step in range(300):
             key = "abcde"[(seed * 7 + step * step) % 5]
             with files(key) as file:
                 users[id(file)] = users.get(id(file), 0) + 1
-                if file != [key] or (users[id(file)] > 1 and not shared):
+                if file != [key] or users[id(file)] > 1:
                     wrong.append(f"{key}: {file}")
                 users[id(file)] -= 1
 
@@ -121,46 +101,11 @@ def test_threads(log: Log, scope: ResourceScope, shared: bool) -> None:
     assert not wrong
     assert log.most <= 8  # threads in use; max where fewer are
     assert log.open <= 3
-    scope.close()
+    close_idle()
     assert log.open == 0
 
 
-def test_shared_objects_are_opened_once_and_errors_are_not_shared(scope: ResourceScope) -> None:
-    """Who waits for an object that cannot be opened tries for itself, and gets an error of its own."""
-    begun, go, calls = threading.Event(), threading.Event(), []
-
-    def opener(key: str) -> str:
-        calls.append(key)
-        begun.set()
-        go.wait(30)
-        if len(calls) == 1:
-            raise OSError("not this time")
-        return key
-
-    files = worker_resource(opener, shared=True)
-    results: list[Any] = []
-
-    def use() -> None:
-        current_scope.set(scope)
-        try:
-            with files("a") as value:
-                results.append(value)
-        except OSError as error:
-            results.append(error)
-
-    threads = [threading.Thread(target=use) for _ in range(3)]
-    threads[0].start()
-    begun.wait(30)
-    for thread in threads[1:]:
-        thread.start()
-    go.set()
-    for thread in threads:
-        thread.join()
-    assert sorted(str(each) for each in results) == ["a", "a", "not this time"]
-    assert len(calls) == 2
-
-
-def test_errors_name_the_key(log: Log, scope: ResourceScope) -> None:
+def test_errors_name_the_key(log: Log) -> None:
     """What `open` raises reaches the caller, and takes no place; what `close` raises is a warning."""
 
     def opener(key: str) -> list[str]:
@@ -180,7 +125,7 @@ def test_errors_name_the_key(log: Log, scope: ResourceScope) -> None:
     with pytest.warns(RuntimeWarning, match="closing 'a', which .* had opened, raised OSError: disk full"), files("b"):
         pass
     with pytest.warns(RuntimeWarning, match="closing 'b'"):
-        scope.close()
+        close_idle()
 
 
 def test_the_objects_own_close() -> None:
@@ -205,6 +150,7 @@ def test_the_objects_own_close() -> None:
         ({"open": open, "close": 3}, TypeError, "close must be a function"),
         ({"open": open, "max": 0}, ValueError, "at least 1, not 0"),
         ({"open": open, "max": True}, ValueError, "not True"),
+        ({"open": open, "shared": True}, TypeError, "no longer takes shared=True"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], said: str) -> None:
@@ -233,7 +179,7 @@ def test_copies_have_nothing_open(again: Callable[[Any], Any]) -> None:
     assert repr(other) == repr(files) == "<WorkerResource of listdir, max=3>"
 
 
-def test_a_fork_shares_nothing(log: Log, scope: ResourceScope) -> None:
+def test_a_fork_shares_nothing(log: Log) -> None:
     """A child opens its own objects, and neither closes nor frees those of its parent, also those in use."""
     freed = []
 
@@ -256,7 +202,7 @@ def test_a_fork_shares_nothing(log: Log, scope: ResourceScope) -> None:
         with files("b") as mine:
             assert mine.pid == os.getpid()
         lease.__exit__(None, None, None)
-        scope.close()
+        close_idle()
         gc.collect()
         assert not freed
 
@@ -266,7 +212,7 @@ def test_a_fork_shares_nothing(log: Log, scope: ResourceScope) -> None:
         assert parents.pid == os.getpid()
 
 
-def test_a_generator_freed_by_the_collector(log: Log, scope: ResourceScope) -> None:
+def test_a_generator_freed_by_the_collector(log: Log) -> None:
     """It gives its object back wherever the collector runs: in the middle of a change of the table, too."""
     files = worker_resource(log.opener, log.closer, max=1)
 
@@ -281,10 +227,10 @@ def test_a_generator_freed_by_the_collector(log: Log, scope: ResourceScope) -> N
         cycle.append(cycle)
         del stream, cycle
         with files("b"):
-            handles = next(iter(files._handles.values()))
-            with handles._lock:  # as if the collector ran there
+            (table,) = files.tables.values()
+            with table._lock:  # as if the collector ran there
                 gc.collect()
-    scope.close()
+    close_idle()
     assert log.open == 0
     assert log.most <= 3
 
@@ -292,10 +238,9 @@ def test_a_generator_freed_by_the_collector(log: Log, scope: ResourceScope) -> N
 # ---------------------------------------------------------------------------------------------------- asynchronous
 
 
-@pytest.mark.parametrize("shared", [False, True])
-async def test_tasks(log: Log, scope: ResourceScope, shared: bool) -> None:
+async def test_tasks(log: Log) -> None:
     """Forty tasks at once, some of which are cancelled at any await, leave nothing open and nothing half closed."""
-    files = worker_resource(log.opener_async, log.closer_async, max=3, shared=shared)
+    files = worker_resource(log.opener_async, log.closer_async, max=3)
     assert isinstance(files, AsyncWorkerResource)
 
     async def use(number: int) -> None:
@@ -314,11 +259,11 @@ async def test_tasks(log: Log, scope: ResourceScope, shared: bool) -> None:
         done = await asyncio.gather(*tasks, return_exceptions=True)
         assert not [each for each in done if isinstance(each, Exception)]
     assert log.most <= 40
-    await scope.aclose(None)
+    await aclose_idle(None)
     assert log.open == 0
 
 
-async def test_asynchronous_errors(log: Log, scope: ResourceScope) -> None:
+async def test_asynchronous_errors(log: Log) -> None:
     """As those of plain functions; and a close that does not end is not waited for."""
 
     async def opener(key: str) -> list[str]:
@@ -337,11 +282,11 @@ async def test_asynchronous_errors(log: Log, scope: ResourceScope) -> None:
     async with files("a"):
         pass
     with pytest.warns(RuntimeWarning, match="closing 'a'.*disk full"):
-        await scope.aclose(None)
+        await aclose_idle(None)
 
 
 def test_another_loop(log: Log) -> None:
-    """Objects end with their loop: the next loop opens its own. While the first still runs, a second is refused."""
+    """Each event loop opens its own objects."""
     files = worker_resource(log.opener_async, log.closer, max=2)
 
     async def use() -> list[str]:
@@ -350,6 +295,4 @@ def test_another_loop(log: Log) -> None:
 
     assert asyncio.run(use()) is not asyncio.run(use())
     with asyncio.Runner() as one, asyncio.Runner() as other:
-        one.run(use())
-        with pytest.raises(RuntimeError, match="another event loop"):
-            other.run(use())
+        assert one.run(use()) is not other.run(use())
