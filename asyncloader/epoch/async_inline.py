@@ -15,6 +15,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import perf_counter
 from typing import Any, Generic, Self, TypeVar
 
@@ -27,7 +28,7 @@ from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.inline_prefetch import mark_retrieved
 from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, BatchCosts, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
-from asyncloader.errors import LoaderClosed, TooManySkippedSamples, interrupts
+from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options.declaration import B_co, LoaderSpec
 from asyncloader.ranks.exchange import in_daemon
 from asyncloader.shielding import shielded
@@ -55,12 +56,8 @@ class AsyncInlineIterator(Generic[B_co]):
         self._epoch = epoch = InlineEpoch(spec, statistics, keeper, self._torch_iter, progress, alone=False)
         # The dataset's code, and pinning, must see this thread's current device. If nothing uses a device, none is
         # touched.
-        uses_device = epoch.pins or torch.cuda.is_initialized()
-        waits = (
-            epoch.reader.asynchronous
-            or epoch.pins
-            or any(part is not None for part in (epoch.source, epoch.agreement, epoch.transfer))
-        )
+        uses_device = self._torch_iter._pin_memory or torch.cuda.is_initialized()
+        waits = epoch.on_loop or epoch.copies or epoch.agreement is not None
         self._place = FetchPlace(
             costs,
             use_current_device() if uses_device else None,
@@ -102,7 +99,6 @@ class AsyncInlineIterator(Generic[B_co]):
                         # Batches that are made on the loop have held it up for HOLD_SECONDS: other tasks get a turn.
                         await asyncio.sleep(0)  # nothing was taken yet, so nothing is lost if this is cancelled
                         self._place.turned()
-                        self._epoch.refresh()  # the first batch, too, comes by here
                         continue
                 else:
                     async with self._lock:
@@ -154,62 +150,48 @@ class AsyncInlineIterator(Generic[B_co]):
         try:
             batch, index, cursor = await shielded(pending)
             self._pending = None
-            if epoch.transfer is not None and batch is not NO_BATCH:
-                batch = epoch.transfer.take(batch)
+            batch = epoch.taken(batch)
         except asyncio.CancelledError:
             if pending.cancelled() and self._ended is not None:
                 raise LoaderClosed(self._ended) from None  # closed by another task
             raise
-        except EndOfData:
-            self._end("")
-            epoch.finish()
-            raise
         except BaseException as error:
             self._pending = None
-            epoch.failed(error, self._records)
+            if epoch.instead(error, self._records):
+                return NO_BATCH
             raise
         finally:
             epoch.statistics.waiting_since = None
             del pending  # its error refers to this frame, which must not refer back to the error
-        if batch is NO_BATCH:
-            return epoch.dropped(cursor, self._records)
         return epoch.delivered(index, batch, cursor, self._records, perf_counter() - begin)
 
     async def _next(self) -> tuple[Any, Any, PackedCursor | None]:
         """A batch, its index, and the dataset's cursor after it."""
-        agreement = self._epoch.agreement
+        epoch = self._epoch
         try:
             return await self._agreed_next()
-        except EndOfData:
-            if agreement is not None:
-                # In a thread that is not waited for at exit: it waits for the other ranks.
-                await in_daemon(agreement.end)
-            # Within this task, so that a cancelled consumer cannot cut it short.
-            warn_of_exit(await self._epoch.aclose())
-            raise
-        except asyncio.CancelledError:  # by `aclose`, which notifies the other ranks
+        except (asyncio.CancelledError, NoSamples):  # by `aclose`, which notifies the other ranks
             raise
         except BaseException as error:
-            if agreement is not None:
-                await in_daemon(agreement.pause if interrupts(error) else agreement.fail)
+            if epoch.agreement is not None:
+                # In a thread that is not waited for at exit: it waits for the other ranks.
+                await in_daemon(partial(epoch.tell_ranks, error))
+            if isinstance(error, EndOfData):
+                # Within this task, so that a cancelled consumer cannot cut it short.
+                warn_of_exit(await epoch.aclose())
             raise
 
     async def _agreed_next(self) -> tuple[Any, Any, PackedCursor | None]:
         epoch = self._epoch
-        try:
-            with UnexpectedCancellation("the dataset's or sampler's"):
-                index, batch = await self._fetched()
-        except NoSamples:
-            return NO_BATCH, None, epoch.cursor()
+        with UnexpectedCancellation("the dataset's or sampler's"):
+            index, batch = await self._fetched()
         cursor = epoch.cursor()
         if (ranks := epoch.agreement) is not None and not await self._cancellably(
             in_daemon(lambda: epoch.agreed(ranks.batch))
         ):
             raise EndOfData
-        if epoch.transfer is not None:
-            batch = await self._place.in_thread(epoch.start_transfer, batch)
-        elif epoch.pins:
-            batch = await self._place.in_thread(epoch.pinned, batch)
+        if epoch.copies:
+            batch = await self._place.in_thread(epoch.copied, batch)
         return batch, index, cursor
 
     async def _fetched(self) -> tuple[Any, Any]:
@@ -219,13 +201,13 @@ class AsyncInlineIterator(Generic[B_co]):
         if epoch.prefetcher is not None:
             epoch.pull_ahead(epoch.prefetcher)
             epoch.start_ahead(epoch.prefetcher)
-            with epoch.measured_on_loop():
+            with epoch.measured():
                 return await epoch.prefetcher.take(self._records)
         index = await self._cancellably(epoch.due_index())
         if not epoch.reader.asynchronous:
-            fetch = epoch.fetcher(epoch.reader.fetch, perf_counter())
+            fetch = epoch.measuring(epoch.reader.fetch)
             return index, await self._place.fetch_in_thread(fetch, index, self._records)
-        with epoch.measured_on_loop():
+        with epoch.measured():
             return index, await epoch.reader.fetch_async(index, self._records)
 
     async def _cancellably(self, work: Awaitable[T]) -> T:

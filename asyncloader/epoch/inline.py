@@ -14,10 +14,10 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter, process_time, thread_time
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
@@ -26,7 +26,7 @@ from asyncloader.epoch.inline_prefetch import BatchPrefetcher, SamplerFailure
 from asyncloader.epoch.inline_reader import make_reader
 from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.epoch.run_reading import tell_verdict
-from asyncloader.epoch.torch_iterator import TorchIterator
+from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
 from asyncloader.errors import TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
@@ -45,13 +45,11 @@ from asyncloader.workers.memory.leaves import batch_nbytes
 from asyncloader.workers.processor_use import thread_delay
 
 if TYPE_CHECKING:
-    from asyncloader.delivery.transfer import Ready
     from asyncloader.epoch.tuning import EpochTuning
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_NOTHING = nullcontext()
 _END, _TAKEN = object(), object()  # no index is left; the first index was taken
 _BEGUN: PendingBatch = (None, 0, None, NO_BATCH)
 _LOOK_S = 0.02  # between two batches that are measured more closely
@@ -91,9 +89,11 @@ class InlineEpoch:
         self._torch_iter = weakref.ref(torch_iter)
         self._indices: AsyncIterator[Any] | None = None
         self._begin(progress, torch_iter)
-        self.transfer = transfer_of(loader)
-        self.pins = torch_iter._pin_memory
-        self._pin = torch_pin(torch_iter._pin_memory_device) if self.pins else None
+        self._transfer = transfer_of(loader)
+        pins = torch_iter._pin_memory and self._transfer is None
+        self._pin = torch_pin(torch_iter._pin_memory_device) if pins else None
+        self.copies = pins or self._transfer is not None
+        """Whether batches are copied, to a device or to page-locked memory: see `copied`."""
         self._delivered = False
         self._begun = statistics.begin()
         self._run = statistics.epochs  # number of the iterator, in traces
@@ -185,26 +185,17 @@ class InlineEpoch:
         return self._pull(self._base(), self._tasks)
 
     def _pull(self, torch_iter: TorchIterator, task: int) -> Any:
-        order, began = torch_iter.order, perf_counter()
         try:
+            if torch_iter.order is None:  # an iterable dataset's index only says how many samples
+                return torch_iter.pull()[1]
             # By the task's number, so that a batch that was interrupted gets the same index again.
-            step, index = torch_iter.pull(None if order is None else task)
+            return pull_timed(torch_iter, task, self.progress, self.statistics)
         except StopIteration:
             raise EndOfData from None
-        except BaseException as error:
-            self.progress.cut_short = isinstance(error, Exception)
-            if order is None and isinstance(error, KeyboardInterrupt):  # torch's, which has no end, is a generator
+        except KeyboardInterrupt:
+            if torch_iter.order is None:  # torch's, which has no end, is a generator
                 torch_iter._sampler_iter = iter(torch_iter._index_sampler)
             raise
-        if order is None:  # an iterable dataset's index only says how many samples
-            return index
-        seconds = perf_counter() - began
-        if order.log is None:
-            self.statistics.note_sampler(seconds)
-        else:
-            time_pull(order.log, self._recorder, seconds)
-        self.progress.pulled(task, step)
-        return index
 
     async def next_index_async(self) -> Any:
         """Advance the sampler, which may be async. `EndOfData` at its end."""
@@ -288,31 +279,19 @@ class InlineEpoch:
         statistics = self.statistics
         statistics.waiting_since = begin
         try:
-            # The test that `fetcher` makes is repeated here, which saves its call for most batches.
             plain = begin < statistics.look_closely_at or self.on_loop  # on a loop it is measured there
-            index, batch = (fetch if plain else self.fetcher(fetch, begin))(records)
+            index, batch = (fetch if plain else self.measuring(fetch))(records)
             # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
             if self.agreement is not None and not self.agreed(self.agreement.batch):
                 raise EndOfData
             cursor = self.cursor()
-            if self.transfer is not None:
-                batch = self.transfer.take(self.start_transfer(batch))
-            elif self.pins:
-                batch = self.pinned(batch)
-        except NoSamples:
-            return self.dropped(self.cursor(), records)
-        except EndOfData:
-            if self.agreement is not None:
-                self.agreement.end()
-            self.finish()
-            raise
+            if self.copies:
+                batch = self.taken(self.copied(batch))
         except BaseException as error:
-            if self.closed:  # by another thread in the meantime: this batch was neither delivered, nor did it fail
-                raise
-            if self.agreement is not None:
-                # Also for Ctrl-C: the other ranks must not wait for this one.
-                (self.agreement.pause if interrupts(error) else self.agreement.fail)()
-            self.failed(error, records)
+            if self.agreement is not None and not (self.closed or isinstance(error, NoSamples)):
+                self.tell_ranks(error)
+            if self.instead(error, records):
+                return NO_BATCH
             raise
         finally:
             statistics.waiting_since = None
@@ -348,53 +327,54 @@ class InlineEpoch:
         """The copy of the dataset that was read last: the number of the stream, or 0."""
         return 0 if self._streams is None else self._streams.copy
 
-    def fetcher(self, fetch: Callable[P, T], begin: float) -> Callable[P, T]:
-        """The same function; now and then one that also records how much of the time it computes, and how long it is
-        kept from that. Call it in the thread that reads the dataset.
-        """
-        if begin < self.statistics.look_closely_at:
-            return fetch
+    def measuring(self, fetch: Callable[P, T]) -> Callable[P, T]:
+        """The same function, which also records how much of its time the thread that calls it computes."""
 
         def measured(*args: P.args, **options: P.kwargs) -> T:
-            with self._measured(begin, thread_time):
+            with self.measured(thread_time):
                 return fetch(*args, **options)
 
         return measured
 
-    def measured_on_loop(self) -> AbstractContextManager[None]:
-        """Now and then, record how much of the block's time samples compute that are made on this loop, or in threads
-        beside it: the consumer waits meanwhile, so what this process computes is theirs.
-        """
-        begin = perf_counter()
-        return _NOTHING if begin < self.statistics.look_closely_at else self._measured(begin, process_time)
-
     @contextmanager
-    def _measured(self, begin: float, clock: Callable[[], float]) -> Generator[None]:
-        self.statistics.look_closely_at = begin + _LOOK_S
-        delayed, computed, began = thread_delay(), clock(), perf_counter()
+    def measured(self, clock: Callable[[], float] = process_time) -> Generator[None]:
+        """Record how much of the block's time samples compute, if `statistics.look_closely_at` has come. On a loop the
+        consumer waits meanwhile, so what this process computes is theirs.
+        """
+        began = perf_counter()
+        if began < self.statistics.look_closely_at:
+            yield
+            return
+        self.statistics.look_closely_at = began + _LOOK_S
+        delayed, computed = thread_delay(), clock()
         yield
         recorder = self._recorder
         recorder.add("sampled_s", perf_counter() - began)
         recorder.add("sampled_cpu_s", clock() - computed)
         recorder.add("delayed_s", thread_delay() - delayed)
 
-    def start_transfer(self, batch: Any) -> Ready:
-        """Begin to copy a batch to the device. Runs in any thread."""
-        assert self.transfer is not None
-        began = perf_counter()
-        with in_range("asyncloader::h2d") if recorded() else nullcontext():
-            ready = self.transfer.start(batch, locked=False)
-        self._recorder.time("h2d", perf_counter() - began)
-        return ready
-
-    def pinned(self, batch: Any) -> Any:
-        """The pinned copy of a batch. Any thread."""
-        assert self._pin is not None
-        began = perf_counter()
-        with in_range("asyncloader::pin") if recorded() else nullcontext():
-            batch = self._pin(batch)
-        self._recorder.time("pin", perf_counter() - began)
+    def copied(self, batch: Any) -> Any:
+        """Begin to copy a batch to the device, or make its pinned copy. Any thread."""
+        name, began = "h2d" if self._pin is None else "pin", perf_counter()
+        with in_range(f"asyncloader::{name}") if recorded() else nullcontext():
+            if self._transfer is None:
+                batch = cast("Callable[[Any], Any]", self._pin)(batch)
+            else:
+                batch = self._transfer.start(batch, locked=False)
+        self._recorder.time(name, perf_counter() - began)
         return batch
+
+    def taken(self, copied: Any) -> Any:
+        """The batch that `copied` gave, for the consumer. In its thread."""
+        return copied if self._transfer is None else self._transfer.take(copied)
+
+    def tell_ranks(self, error: BaseException) -> None:
+        """Let the other ranks not wait for this one, also after Ctrl-C. Blocks."""
+        assert self.agreement is not None
+        if isinstance(error, EndOfData):
+            self.agreement.end()
+        else:
+            (self.agreement.pause if interrupts(error) else self.agreement.fail)()
 
     def delivered(
         self, index: Any, batch: Any, cursor: PackedCursor | None, records: list[SkippedSample], waited: float
@@ -429,13 +409,24 @@ class InlineEpoch:
             trace.delivered(self._run, self._tasks - 1, -1, ready - waited, ready, None, -1, 0)
         return batch
 
-    def dropped(self, cursor: PackedCursor | None, records: list[SkippedSample]) -> Any:
-        """Record that all samples of a batch were dropped, and return `NO_BATCH`.
+    def instead(self, error: BaseException, records: list[SkippedSample]) -> bool:
+        """Record what came in place of a batch. Returns whether all samples of the batch were dropped; else the caller
+        raises the error again.
 
         Raises:
-            RanksDisagree: the other ranks have a batch here.
+            RanksDisagree: they were, and the other ranks have a batch here.
             TooManySkippedSamples: as in `delivered`.
         """
+        if isinstance(error, NoSamples):
+            self._dropped(self.cursor(), records)
+            return True
+        if isinstance(error, EndOfData):
+            self.finish()
+        elif not self.closed:  # else by another thread: this batch was neither delivered, nor did it fail
+            self.failed(error, records)
+        return False
+
+    def _dropped(self, cursor: PackedCursor | None, records: list[SkippedSample]) -> None:
         ranks = self._config.even_ranks
         if ranks > 1:
             error = without_batch(ranks)
@@ -445,7 +436,6 @@ class InlineEpoch:
         self._settle(self._tasks + 1)
         self.progress.pending = None
         self._record(records)
-        return NO_BATCH
 
     def failed(self, error: BaseException, records: list[SkippedSample]) -> None:
         """Record that the consumer gets an error instead of the batch; or before it, if the error interrupts it.

@@ -9,16 +9,12 @@ next call asks the sampler again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
 from asyncloader.events import ENDED, NOTHING, Deliver, MoreOffers
-from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
-
-if TYPE_CHECKING:
-    from asyncloader.epoch.torch_iterator import TorchIterator
 
 _CATCHING_UP = 4  # indices that are taken ahead with a delivery, until there are as many as may ever be needed
 
@@ -104,27 +100,13 @@ class SamplerReading:
         """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
         torch_iter = self._torch_iter()
         assert torch_iter is not None
-        order = torch_iter.order
-        assert order is not None
-        # As `TorchIterator.pull`, which is called for a library's iterator in the place of the order.
-        pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
-        began = perf_counter()
         try:
             # By the task's number, so that a call that is repeated after Ctrl-C gets the same index again.
-            step, offer = pull(self._tasks)
+            return pull_timed(torch_iter, self._tasks, self._progress, self._statistics)
         except StopIteration:
             return NOTHING if left else ENDED  # as torch, ask again after the next batch
-        except Exception:
-            self._progress.cut_short = True
-            del torch_iter, pull  # the error, which is kept, refers to this frame, and must not keep the iterator
-            raise
-        seconds, log = perf_counter() - began, order.log
-        if log is None:
-            self._statistics.note_sampler(seconds)
-        else:
-            time_pull(log, self._statistics.recorder, seconds)
-        self._progress.pulled(self._tasks, step)
-        return offer
+        finally:
+            del torch_iter  # an error is kept, and refers to this frame, which must not keep the iterator
 
     def _advance(self, delivery: Delivery) -> None:
         """Take the next index from the sampler."""

@@ -223,7 +223,7 @@ async def _fetch(epoch: InlineEpoch, records: list[SkippedSample]) -> tuple[Any,
             if not epoch.opened:
                 await epoch.open()  # not measured, as the first batch is then not looked at
                 return None
-            with epoch.measured_on_loop():
+            with epoch.measured():
                 if epoch.prefetcher is not None:
                     epoch.start_ahead(epoch.prefetcher)
                     return await epoch.prefetcher.take(records)

@@ -3,8 +3,9 @@
 Data path: sampler -> async_inline: [thread_or_loop: fetch -> collate] -> the user.
 
 A thread keeps the loop free, but a batch's way there and back costs as much as making a batch of tiny samples. So the
-first batches are made in the thread and measured. After a few that took little time, and did not wait for anything, the
-next batches are made on the loop, each measured again. A batch that takes long there sends those after it back.
+thread makes batches until several in a row took little time, and did not wait for anything; then the loop makes them.
+A batch that takes long there sends those after it back. The first batch of an epoch, for which a dataset may open
+files, is always made in the thread.
 
 The dataset should not notice where it is called. On the loop, too, it sees no running loop, so it may run one of its
 own; always the same context variables, which are not the consumer's; and gradients enabled. What belongs to a thread it
@@ -45,10 +46,7 @@ _OF_THREAD: Final[int | None] = None if sys.platform == "win32" else getattr(res
 """None where the system does not count the waits of a thread (macOS): there the dataset is always called in the thread.
 """
 
-_FIRST_DUE: Final = 4
-"""How many cheap batches in a row the thread makes before the loop does: one that seemed not to wait may be chance."""
-
-_DUE_AFTER_WAIT: Final = 8
+_DUE: Final = 8  # cheap batches in a row: one that seemed not to wait may be chance
 _MOST_DUE: Final = 1000
 
 _EXIT_SECONDS: Final = 2.0
@@ -66,54 +64,17 @@ _swap_task: Any = getattr(asyncio.tasks, "_swap_current_task", None) if sys.vers
 
 _NOTE: Final = (
     "without workers AsyncDataLoader calls a blocking dataset in a thread, or on the event loop while its batches take "
-    "little time. A handle that belongs to one thread needs {}"
+    "little time. What belongs to the main thread, as signal handlers and a connection that was made in __init__, "
+    "needs DataLoader with `for`, or num_workers=1; a handle that is made with the first sample needs {}"
 )
-_MAIN_NOTE: Final = (
-    "without workers AsyncDataLoader calls a blocking dataset in a thread. What belongs to the main thread, as signal "
-    "handlers and a connection that was made in __init__, needs DataLoader with `for`, or num_workers=1"
-)
-_OPEN_LATE: Final = "; or make it with the first sample, with concurrency=1, which keeps to one thread"
-
-
-class _Countdown:
-    """How many cheap batches in a row the thread must still make before the loop makes the next."""
-
-    __slots__ = ("_all_due", "_due", "here")
-
-    def __init__(self) -> None:
-        self._due = self._all_due = _FIRST_DUE
-        self.here = False
-        """Whether the next batch may be made on the loop."""
-
-    def begin(self) -> None:
-        """An epoch begins: what made the thread keep a batch of the epoch before does not count any more."""
-        if not self.here:
-            self._all_due, self._due = _FIRST_DUE, min(_FIRST_DUE, self._due)
-
-    def made(self, *, cheap: bool, waited: bool) -> None:
-        """Count a batch that the thread has made. In the thread."""
-        if waited:
-            self._all_due = max(self._all_due, _DUE_AFTER_WAIT)
-        self._due = self._due - 1 if cheap and not waited else self._all_due
-        self.here = self._due <= 0
-
-    def held_up(self, seconds: float) -> None:
-        """A batch has held up the loop for this long. The longer, the more cheap batches must follow in the thread, so
-        that a dataset that is slow now and then (a stream that reads a block ahead) does not do so again and again.
-        """
-        self.here = False
-        self._due = self._all_due = min(_MOST_DUE, int(seconds / HOLD_SECONDS))
 
 
 class BatchCosts:
-    """What the epochs of one loader have shown of its batches: an epoch begins where the epoch before has ended, or
-    epochs of few batches would be made in the thread for ever.
-
-    The first batches of the epochs are counted by themselves: a dataset may open a file with each.
-    """
+    """What the epochs of one loader have shown of its batches, together: epochs may have few of them."""
 
     def __init__(self) -> None:
-        self.first, self.every = _Countdown(), _Countdown()
+        self.due = self.all_due = _DUE
+        """How many cheap batches in a row the thread must still make before the loop makes the next."""
 
 
 class FetchPlace:
@@ -139,24 +100,18 @@ class FetchPlace:
         self._context = Context()
         self.turn = 0.0
         """When the loop last had a turn, as far as is known."""
-        self._waits_then, self._work_then = 0, 0.0
-        self._moved = False  # whether it was called on the loop, ever
-        costs.every.begin()
         self._costs = costs
-        self._next = costs.first  # says where the next batch is made
-        keeps = "DataLoader with `for`, or num_workers=1" if iterable else "concurrency=1, which keeps to one thread"
-        self._notes = _MAIN_NOTE + ("" if iterable else _OPEN_LATE), _NOTE.format(keeps)
+        self._begun = False  # whether the epoch's first batch was made
+        self._note = _NOTE.format("one of them, too" if iterable else "concurrency=1, which keeps to one thread")
 
     @property
     def here(self) -> bool:
         """Whether the next batch should be made on the loop, by `fetch_here`."""
         # Modes that torch keeps by thread, such as a default device, would give other batches than in the thread.
-        return self._movable and self._next.here and not _function_modes() and not _autocasts()
+        return self._movable and self._begun and self._costs.due <= 0 and not _function_modes() and not _autocasts()
 
     def fetch_here(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         """Return ``fetch(index, records)``, called in this thread, which is the loop's."""
-        self._moved = True
-        costs, self._next = self._next, self._costs.every
         loop, begin = _running_loop(), perf_counter()
         task = None if _swap_task is None else _swap_task(loop, None)
         try:
@@ -172,18 +127,14 @@ class FetchPlace:
             if _swap_task is not None:
                 _swap_task(loop, task)
             passed = perf_counter() - begin
-            if passed >= HOLD_SECONDS and not self._preempted(begin):
-                costs.held_up(passed)
+            # The longer, the more: a dataset that is slow now and then (a stream that reads a block ahead) must not
+            # hold up the loop again and again.
+            if passed >= HOLD_SECONDS:
+                self._costs.due = self._costs.all_due = max(_DUE, min(_MOST_DUE, int(passed / HOLD_SECONDS)))
 
     def turned(self) -> None:
-        """Record that the loop had a turn just now. In its thread."""
-        self._waits_then, self._work_then = _waits(), thread_time()
+        """Record that the loop had a turn just now."""
         self.turn = perf_counter()
-
-    def _preempted(self, begin: float) -> bool:
-        """Whether the batch begun then took long only because other processes had the core."""
-        work = thread_time() - self._work_then - (begin - self.turn)  # at least this much was the batch's own
-        return work < HOLD_SECONDS and _waits() == self._waits_then
 
     def fetch_in_thread(self, fetch: _Fetch, index: Any, records: Any) -> Awaitable[Any]:
         """Return ``fetch(index, records)``, called in the thread. See `fetch_here`."""
@@ -207,12 +158,13 @@ class FetchPlace:
         finally:
             # It may have waited for something that runs on this very loop, where it would wait for ever. So the dataset
             # stays here, unless it waits no more.
-            cheap, waited = thread_time() - begin < HOLD_SECONDS, waits != _waits()
-            costs, self._next = self._next, self._costs.every
-            costs.made(cheap=cheap, waited=waited)
-            # A first batch that is like the others counts with them, too.
-            if costs is not self._next and cheap and not waited:
-                self._next.made(cheap=cheap, waited=waited)
+            if thread_time() - begin < HOLD_SECONDS and waits == _waits():
+                self._costs.due -= 1
+                if not self._costs.due:  # a long batch may have been chance
+                    self._costs.all_due = max(_DUE, self._costs.all_due // 2)
+            elif self._begun:  # else it may have opened files
+                self._costs.due = self._costs.all_due
+            self._begun = True
 
     def _call(self, fetch: _Fetch, index: Any, records: Any) -> Any:
         try:
@@ -227,7 +179,7 @@ class FetchPlace:
         """Note on an error that the dataset was called in another thread than it expects, if its text is about that."""
         with suppress(Exception):  # an error's own text may fail
             if "thread" in str(error):  # as in those of sqlite3 and signal
-                add_note(error, self._notes[self._moved])
+                add_note(error, self._note)
 
     def close_soon(self) -> None:
         """Let the thread end after its current call. Does not wait."""

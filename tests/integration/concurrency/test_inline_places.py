@@ -141,6 +141,33 @@ def test_a_dataset_that_is_slow_now_and_then_goes_back() -> None:
     assert set(dataset.threads[40:]) == {dataset.threads[0]}
 
 
+def test_epochs_of_few_batches_are_made_on_the_loop_but_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader remembers what the epochs before have shown. The first batch of each, which may take long, is made in
+    a thread.
+    """
+    worked = 0.0
+
+    def make(index: int) -> int:
+        nonlocal worked
+        worked += 2 * HOLD_SECONDS * (len(dataset.threads) % 3 == 1)
+        return index
+
+    # The thread's clock is the dataset's, and no batch seems to wait.
+    monkeypatch.setattr(thread_or_loop, "thread_time", lambda: worked)
+    monkeypatch.setattr(thread_or_loop, "_waits", lambda: 0)
+    dataset = Calls(make, 3)
+
+    async def run() -> None:
+        loader = AsyncDataLoader[Any](dataset, batch_size=None)
+        for _ in range(8):
+            assert [int(batch) async for batch in loader] == [0, 1, 2]
+
+    run_async(run())
+    here = [thread is MAIN for thread in dataset.threads]
+    assert here[:6] == [False] * 6
+    assert here[-3:] == [False, True, True]
+
+
 @pytest.mark.parametrize("kind", LOOPS)
 def test_fetch_threads_1_keeps_one_thread(kind: str) -> None:
     """With `concurrency=1` all samples are read in one thread, for handles that belong to a thread."""
@@ -166,12 +193,6 @@ class Bound(Dataset[Any]):
         if self.opened_in != here:
             raise sqlite3.ProgrammingError("SQLite objects created in a thread can only be used in that same thread")
         return index
-
-
-class BoundStream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        bound = Bound()
-        yield from map(bound.__getitem__, range(100))
 
 
 class MadeInMain(Dataset[Any]):
@@ -216,11 +237,19 @@ def test_errors_of_what_belongs_to_the_main_thread_say_what_to_do(make: Any, wha
             read(dataset, **options)
         advice = caught.value.__notes__[-1]
         assert "needs DataLoader with `for`, or num_workers=1" in advice
-        assert ("make it with the first sample" in advice) == (make is MadeInMain)
+        assert ("concurrency=1, which keeps to one thread" in advice) == (make is MadeInMain)
         assert caught.value.__notes__.count(advice) == 1
     assert len(read(dataset, "sync")) == 2
     assert len(read(dataset, num_workers=1, multiprocessing_context="fork")) == 2
     dataset.connection.close()
+
+
+def test_a_handle_that_was_opened_in_the_thread() -> None:
+    """It fails with the first batch on the loop; with `concurrency=1` it is used in one thread alone."""
+    with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
+        read(Bound(), batch_size=4)
+    assert any("concurrency=1" in note for note in caught.value.__notes__)
+    assert len(read(Bound(), batch_size=4, concurrency=1)) == 25
 
 
 def test_errors_of_the_users_own_threads_have_no_such_note() -> None:
@@ -236,19 +265,6 @@ class Awaited(Dataset[Any]):
 
     async def __getitem__(self, index: int) -> int:
         raise RuntimeError("no thread")
-
-
-def test_errors_of_handles_that_belong_to_a_thread_say_what_to_do() -> None:
-    """Such a handle fails with the first batch on the loop; the error names the option that helps, and it does."""
-    with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
-        read(Bound(), batch_size=4)
-    assert any("concurrency=1" in note for note in caught.value.__notes__)
-    assert len(read(Bound(), batch_size=4, concurrency=1)) == 25
-    with pytest.raises(sqlite3.ProgrammingError, match="same thread") as caught:
-        read(BoundStream(), batch_size=4)
-    assert any("num_workers=1" in note for note in caught.value.__notes__)
-    assert len(read(BoundStream(), batch_size=4, num_workers=1)) == 25
-    assert len(read(BoundStream(), "sync", batch_size=4)) == 25
 
 
 @pytest.mark.parametrize("kind", LOOPS)
@@ -278,7 +294,7 @@ def test_the_loop_gets_its_turns(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
         return here, turns - at
 
     here, turns = run_async(run(), kind)
-    assert here > 2400
+    assert here > 1200  # a batch that other processes delay sends a few after it to the thread
     assert turns > 10
 
 

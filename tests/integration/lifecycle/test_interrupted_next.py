@@ -18,7 +18,7 @@ from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.inline_reader import StreamsInTurn
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
-from asyncloader.epoch.torch_iterator import TorchIterator
+from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
@@ -37,7 +37,7 @@ WATCHED = [
     *(Ring.reclaim, Ring.may_lend, Ring.lend, Ring.look, Ring.take_back, oneoff_anchor),
     *(Progress.pulled, Progress.delivered, Progress._after, Progress._passed, Progress._pass_over, Progress.failed),
     *(TorchIterator.pull, IndexStream.pull),
-    Bridge.call_soon,
+    *(Bridge.call_soon, pull_timed),
 ]
 
 
@@ -175,7 +175,7 @@ class Streams(Stream):
 INLINE = [
     *(SyncInlineIterator._next_data, SyncInlineIterator._fetch_here, SyncInlineIterator._fetch_on_bridge),
     *(InlineEpoch.step, InlineEpoch._continued, InlineEpoch.next_index, InlineEpoch._pull, InlineEpoch.pull_ahead),
-    *(InlineEpoch.delivered, InlineEpoch._settle, InlineEpoch.cursor, InlineEpoch.failed),
+    *(InlineEpoch.delivered, InlineEpoch._settle, InlineEpoch.cursor, InlineEpoch.failed, InlineEpoch.instead, pull_timed),
     *(DatasetReader.fetch, DatasetReader.cursor, DatasetReader.taken, MapFetcher.fetch, MapFetcher._torch_samples),
     *(StreamFetcher.fetch, StreamFetcher._torch_samples, StreamFetcher._batch, StreamFetcher._collated),
     *(StreamsInTurn.fetch, StreamsInTurn.taken, Bridge.wait, Call.join, Call.result),
