@@ -175,7 +175,8 @@ class Streams(Stream):
 INLINE = [
     *(SyncInlineIterator._next_data, SyncInlineIterator._fetch_here, SyncInlineIterator._fetch_on_bridge),
     *(InlineEpoch.step, InlineEpoch._continued, InlineEpoch.next_index, InlineEpoch._pull, InlineEpoch.pull_ahead),
-    *(InlineEpoch.delivered, InlineEpoch._settle, InlineEpoch.cursor, InlineEpoch.failed, InlineEpoch.instead, pull_timed),
+    *(InlineEpoch.delivered, InlineEpoch._settle, InlineEpoch.cursor, InlineEpoch.failed),
+    *(InlineEpoch.instead, pull_timed),
     *(DatasetReader.fetch, DatasetReader.cursor, DatasetReader.taken, MapFetcher.fetch, MapFetcher._torch_samples),
     *(StreamFetcher.fetch, StreamFetcher._torch_samples, StreamFetcher._batch, StreamFetcher._collated),
     *(StreamsInTurn.fetch, StreamsInTurn.taken, Bridge.wait, Call.join, Call.result),
