@@ -168,15 +168,6 @@ def test_epochs_of_few_batches_are_made_on_the_loop_but_for_the_first(monkeypatc
     assert here[-3:] == [False, True, True]
 
 
-@pytest.mark.parametrize("kind", LOOPS)
-def test_fetch_threads_1_keeps_one_thread(kind: str) -> None:
-    """With `concurrency=1` all samples are read in one thread, for handles that belong to a thread."""
-    dataset = Calls()
-    assert len(read(dataset, kind, batch_size=4, concurrency=1)) == 50
-    assert len(set(dataset.threads)) == 1
-    assert MAIN not in dataset.threads
-
-
 class Bound(Dataset[Any]):
     """Reads by a handle that is opened with the first sample, and refuses other threads with sqlite3's text."""
 
@@ -250,21 +241,6 @@ def test_a_handle_that_was_opened_in_the_thread() -> None:
         read(Bound(), batch_size=4)
     assert any("concurrency=1" in note for note in caught.value.__notes__)
     assert len(read(Bound(), batch_size=4, concurrency=1)) == 25
-
-
-def test_errors_of_the_users_own_threads_have_no_such_note() -> None:
-    """An async dataset is awaited in the loop's thread, which is the user's: its errors get no such note."""
-    with pytest.raises(RuntimeError, match="no thread") as caught:
-        read(Awaited())
-    assert not [note for note in caught.value.__notes__ if "AsyncDataLoader" in note]
-
-
-class Awaited(Dataset[Any]):
-    def __len__(self) -> int:
-        return 1
-
-    async def __getitem__(self, index: int) -> int:
-        raise RuntimeError("no thread")
 
 
 @pytest.mark.parametrize("kind", LOOPS)
