@@ -36,19 +36,10 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.remote.assignment import AssignmentLog, Returned, ShardAssigner, StreamStart
-from asyncloader.remote.shard_splitting import (
-    Assignment,
-    CatalogRange,
-    EpochPlan,
-    SingleRanges,
-    is_catalog_range,
-    is_count,
-)
+from asyncloader.remote.shard_splitting import Assignment, CatalogRange, EpochPlan, is_catalog_range, is_count
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive, draw_seed
 from asyncloader.workers.fetch.setup import EpochStart
-
-_TOGETHER = 10_000  # names, or assignments, that are digested at once
 
 
 def stream_key(key: int, rank: int, workers: int, worker: int) -> int:
@@ -186,16 +177,10 @@ def _stream_start(start: EpochStart) -> StreamStart:
 
 def _digest(names: Sequence[str], plan: Sequence[Assignment], shuffle: int) -> str:
     digest = hashlib.blake2b(b"%d" % shuffle, digest_size=16)
-    for first in range(0, len(names), _TOGETHER):
-        text = "\n".join(names[first : first + _TOGETHER])
-        digest.update(text.encode(errors="surrogatepass") + b"\n")  # file names need not be valid UTF-8
-    for first in range(0, len(plan), _TOGETHER):
-        some = plan[first : first + _TOGETHER]
-        if isinstance(some, SingleRanges):
-            text = "".join([f"[({number}, 0, None, False)]" for number in some.keys.keys.tolist()])
-        else:
-            text = "".join([repr([tuple(shard_range) for shard_range in assignment]) for assignment in some])
-        digest.update(text.encode())
+    for name in names:
+        digest.update(f"{name}\n".encode(errors="surrogatepass"))  # file names need not be valid UTF-8
+    for assignment in plan:
+        digest.update(repr([tuple(shard_range) for shard_range in assignment]).encode())
     return digest.hexdigest()
 
 

@@ -27,13 +27,12 @@ from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard, fingerprint_of
 from asyncloader.remote.discovery import asks_a_store, find_shards
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.index_counts import SampleOffsets, with_recorded_sizes
-from asyncloader.remote.parquet_reading import SharedParquet
+from asyncloader.remote.parquet_reading import SharedRows
 from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, Pins, read_shard_range
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.shard_sizes import (
     RAISED_WHEN_READ,
-    bytes_per_sample,
     trim,
     with_counts,
     with_edges,
@@ -51,7 +50,6 @@ from asyncloader.remote.shard_splitting import (
     part_left_out,
     sample_numbers,
     stretch_of,
-    taken,
 )
 from asyncloader.remote.shared_counting import Counting, count_samples, count_together, list_together
 from asyncloader.remote.stores import LoopStores, Stores, names_of, warn_without_effect
@@ -177,7 +175,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         self._parts: tuple[int, int] | None = None  # the number of ranges that this plan asked for, and of ranks
         self._counts: npt.NDArray[np.int64] | None = None  # samples in each of its ranges, if known
         self._logged = False  # the part that the ranks' shares leave out
-        self._all_counted: list[Counted] | None = None  # of the shards of `_listed`, for fixed streams
+        self._all_counted: Sequence[Counted] | None = None  # of the shards of `_listed`, for fixed streams
 
     def __repr__(self) -> str:
         found = "" if self._listed is None else f", {len(self._listed)} shards"
@@ -237,8 +235,8 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """Number of samples in all shards, if indexes provide it (MDS, Parquet). Blocks: reads these indexes once.
 
         Raises:
-            TypeError: a shard has no index, for which `estimated_len` may help; or its index is missing or damaged: not
-                its own error, because `list(loader)` calls this first, and the shard raises it when it is read.
+            TypeError: a shard has no index; or its index is missing or damaged: not its own error, because
+                `list(loader)` calls this first, and the shard raises it when it is read.
             TransportError: the store cannot be read.
             The errors of `find_shards`.
         """
@@ -249,23 +247,17 @@ class RemoteIterableDataset(IterableDataset[Any]):
             if unread is not None:
                 raise TypeError(f"{self!r} has no len(): the footer of {unread!r} cannot be read")
             raise TypeError(
-                f"{self!r} has no len(): only MDS and Parquet say how many samples a shard holds. estimated_len() "
-                "guesses"
+                f"{self!r} has no len(): only MDS and Parquet say how many samples a shard holds; with streams= a "
+                "loader counts them"
             )
         return sum(counts)
 
     def estimated_len(self) -> int:
-        """Estimate the number of samples: the bytes of all shards, divided by the size of a shard's first samples.
-
-        Blocks: requests the size of each shard, and reads up to 1 MiB of the first shard that has samples, or its first
-        sample.
-
-        Raises:
-            ShardError: that sample cannot be read, or has more than `max_sample_bytes`.
-            TransportError: a shard cannot be read.
-            The errors of `find_shards`.
-        """
-        return run_in_thread(self._estimate())
+        """Raise AttributeError: it was removed."""
+        raise AttributeError(
+            "estimated_len() was removed: `asyncloader inspect URL...` counts the samples of shards, and so does a "
+            "loader's len() with streams="
+        )
 
     # ---------------------------------------------------------------------------------------- for the loaders
 
@@ -290,32 +282,32 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """
         parts = RANGES_PER_WORKER * workers * ranks
         shards = await self._with_known_sizes(parts, ranks)
-        shard_ranges = cut(shards, parts)
-        order = np.arange(len(shard_ranges), dtype=np.int64)
+        in_place = cut(shards, parts)
+        order = np.arange(len(in_place), dtype=np.int64)
         shuffle = key if self.shuffle_shards else None
         # Ranks with different keys keep the common order: with different orders, two could read the same range.
         if shuffle is not None and common:
             order = Permutation(len(order), shuffle, 0)(order)
+        ordered = [in_place[at] for at in order.tolist()]
         if ranks == 1:
-            shares, mine = EpochShares(1, None, 0.0), taken(shard_ranges, order)
-        elif (counts := self._sample_counts(shards, shard_ranges)) is not None:
+            shares, mine = EpochShares(1, None, 0.0), ordered
+        elif (counts := self._sample_counts(shards, in_place)) is not None:
             shares = EpochShares(ranks, int(counts.sum()), 0.0)
             stretch = stretch_of(counts[order], rank, ranks)
-            mine = taken(shard_ranges, order[stretch.first : stretch.stop])
             async with aclosing(self._own_stores()) as stores:
-                mine = await trim(mine, shards, stretch, stores)
+                mine = await trim(ordered[stretch.first : stretch.stop], shards, stretch, stores)
         else:
-            part = part_left_out(shards, taken(shard_ranges, order), ranks)
-            shares, mine = EpochShares(ranks, None, part), taken(shard_ranges, order[rank::ranks])
+            part = part_left_out(shards, ordered, ranks)
+            shares, mine = EpochShares(ranks, None, part), ordered[rank::ranks]
             if not rank and not self._logged:
                 self._logged = True
                 log_left_out(part, len(shards), ranks)
         if shuffle is not None and not common:
-            mine = taken(mine, Permutation(len(mine), shuffle, 0)(np.arange(len(mine))))
+            mine = [mine[at] for at in Permutation(len(mine), shuffle, 0)(np.arange(len(mine))).tolist()]
         elif shuffle is None and ranks > 1 and mine:
             # Otherwise each epoch would leave out the same samples, those at the end of a rank's share.
             first = (key or 0) % len(mine)
-            mine = taken(mine, np.roll(np.arange(len(mine)), -first))
+            mine = mine[first:] + mine[:first]
         return EpochPlan(group_ranges(mine, shards, workers), shares)
 
     async def fingerprint(self, workers: int, ranks: int) -> str:
@@ -352,24 +344,34 @@ class RemoteIterableDataset(IterableDataset[Any]):
             RanksDisagree: another rank has other shards or values, or could not count.
             The errors of `find_shards`.
         """
-        if self._all_counted is not None and ranks is None:
-            return self._all_counted
-        async with aclosing(self._own_stores()) as stores:
-            urls = [self.urls] if isinstance(self.urls, str | os.PathLike) else self.urls
+        if self._all_counted is None or ranks is not None:
+            async with aclosing(self._own_stores()) as stores:
+                if ranks is None:
+                    await self._list_and_count(stores)
+                else:
+                    about = {**(about or {}), "urls": self._absolute_urls(stores)}
+                    self._listed, self._all_counted = await count_together(
+                        partial(self._list_and_count, stores), about, ranks
+                    )
+        assert self._all_counted is not None
+        return self._all_counted
+
+    async def _list_and_count(self, stores: Stores) -> tuple[Sequence[Shard], Sequence[Counted]]:
+        shards = await self._find(stores)
+        if self._all_counted is None:
             counting = Counting(
                 stores,
                 partial(self._open_from, stores, Pins(), self.read_ahead),
                 None if self._reader else stores.cache_dir,
-                [stores.name(os.fspath(url)) for url in urls],
+                self._absolute_urls(stores),
                 (self.format, self.max_sample_bytes),
             )
-            if ranks is None:
-                self._all_counted = await count_samples(counting, await self._find(stores))
-            else:
-                self._listed, self._all_counted = await count_together(
-                    counting, partial(self._find, stores), self._listed, self._all_counted, about or {}, ranks
-                )
-            return self._all_counted
+            self._all_counted = await count_samples(counting, shards)
+        return shards, self._all_counted
+
+    def _absolute_urls(self, stores: Stores) -> list[str]:
+        urls = [self.urls] if isinstance(self.urls, str | os.PathLike) else self.urls
+        return [stores.name(os.fspath(url)) for url in urls]
 
     def take_counts(self, other: RemoteIterableDataset) -> None:
         """Take what another dataset of the same arguments knows of the samples of its shards."""
@@ -379,7 +381,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         """Return how the streams of one epoch are read in the running loop, which must have been entered."""
         stores, ahead = self._stores.here(), max(_LEAST_AHEAD, self.read_ahead // LANES)
         assert self._listed is not None
-        open_range = partial(self._open_from, stores, Pins(), ahead, tables=SharedParquet())
+        open_range = partial(self._open_from, stores, Pins(), ahead, shared=SharedRows())
         return Shards(self._listed, counted, open_range, SampleOffsets(stores))
 
     def _open(
@@ -395,7 +397,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
         shard: Shard,
         shard_range: AnyRange,
         on_bad: OnBad,
-        tables: SharedParquet | None = None,
+        shared: SharedRows | None = None,
     ) -> AsyncGenerator[Sequence[Located], None]:
         return read_shard_range(
             stores,
@@ -407,7 +409,7 @@ class RemoteIterableDataset(IterableDataset[Any]):
             read_ahead=read_ahead,
             columns=self.columns,
             pins=pins,
-            tables=tables,
+            shared=shared,
         )
 
     def _sample_counts(
@@ -469,19 +471,6 @@ class RemoteIterableDataset(IterableDataset[Any]):
         async with aclosing(self._own_stores()) as stores:
             self._counted_shards = await with_counts(await self._find(stores), stores, leave=RAISED_WHEN_READ)
             return self._counted_shards
-
-    async def _estimate(self) -> int:
-        async with aclosing(self._own_stores()) as stores:
-            shards = self._counted_shards = await with_sizes(await self._find(stores), stores)
-            counted = sum(shard.samples or 0 for shard in shards)
-            others = [shard for shard in shards if shard.samples is None]
-            if not others:
-                return counted
-            limit = self.max_sample_bytes
-            for shard in others:  # the first shards may have no samples
-                if each := await bytes_per_sample(shard, stores, max_sample_bytes=limit, reader=self._reader):
-                    return counted + round(sum(shard.size or 0 for shard in others) / each)
-            return counted
 
     @property
     def _reader(self) -> MakeReader | None:

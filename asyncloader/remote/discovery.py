@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
 from asyncloader.remote.braces import MOST, expand
-from asyncloader.remote.catalog import PlainFormats, PlainShards, Shard, format_of, named_format
+from asyncloader.remote.catalog import Shard, format_of, named_format
 from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 
@@ -93,7 +93,7 @@ async def find_shards(
     urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     stores: Stores,
     format: ShardFormat | str | None = None,
-) -> Sequence[Shard]:
+) -> list[Shard]:
     """Find the shards that `urls` refer to, in the given order; below a prefix ascending.
 
     URLs of single shards are not checked: if an object does not exist, reading it fails.
@@ -116,14 +116,7 @@ async def find_shards(
     """
     wanted = named_format(format)
     shards: list[Shard] = []
-    plain = PlainFormats()
-    named = expand_urls(urls)
-    if len(named) > 1 and (all_plain := _all_plain(named, wanted, plain)) is not None:
-        return all_plain
-    for url in await _at_commits(await _with_directories(named, stores, plain), stores):
-        if (shard := _plain(url, url, wanted, plain)) is not None:
-            shards.append(shard)
-            continue
+    for url in await _at_commits(await _with_directories(expand_urls(urls), stores), stores):
         folder = _folder_of(url)
         if folder is not None and (wanted is None or wanted.name == "mds"):
             listed = await _read_index(folder, stores, must=url != folder)
@@ -137,26 +130,8 @@ async def find_shards(
         elif folder is None or url != folder:  # also an index.json of another format
             shards.append(_single(url, wanted))
         else:
-            shards += await _below(folder, stores, wanted, plain)
+            shards += await _below(folder, stores, wanted)
     return shards
-
-
-def _plain(path: str, url: str, wanted: ShardFormat | None, plain: PlainFormats) -> Shard | None:
-    """Return a single shard, quickly, if its path is plain; None: it must be looked at more closely."""
-    form = plain.find(path)
-    if form is None or path.endswith(INDEX) or (wanted is not None and wanted.name == "mds"):
-        return None
-    return Shard(url, wanted or form)
-
-
-def _all_plain(urls: list[str], wanted: ShardFormat | None, plain: PlainFormats) -> PlainShards | None:
-    """Return single shards whose URLs are all plain, quickly: they name no folder, no index and no branch."""
-    form = plain.find_all(urls)
-    if form is None or (wanted is not None and wanted.name == "mds"):
-        return None
-    if any(url.startswith(("hf:", "HF:", "hF:", "Hf:")) for url in urls):
-        return None
-    return PlainShards(urls, wanted or form)
 
 
 def _single(url: str, wanted: ShardFormat | None) -> Shard:
@@ -274,16 +249,11 @@ def _regex(pattern: str) -> str:
     return "".join(kinds.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*)", pattern))
 
 
-async def _with_directories(urls: Sequence[str], stores: Stores, plain: PlainFormats) -> list[str]:
+async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
     """Append ``/`` to local directories that were written without it."""
     if stores.transport is not None:
         return list(urls)
-    doubtful = {
-        url
-        for url in urls
-        if ("://" not in url or scheme_of(url) == "file") and plain.find(url) is None
-        if not url.endswith("/") and not _is_known(url)
-    }
+    doubtful = {url for url in urls if scheme_of(url) == "file" and not url.endswith("/") and not _is_known(url)}
     if not doubtful:
         return list(urls)
 
@@ -327,10 +297,9 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
     ]
 
 
-async def _below(folder: str, stores: Stores, wanted: ShardFormat | None, plain: PlainFormats) -> list[Shard]:
+async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
     """Return the shards below a prefix."""
     transport, prefix = stores.find(folder)
-    address, query = split_url(folder)
     found: list[Shard] = []
     others = 0
     async with aclosing(transport.list(prefix)) as paths:
@@ -340,10 +309,7 @@ async def _below(folder: str, stores: Stores, wanted: ShardFormat | None, plain:
             if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")) or _hidden_folders(rest):
                 continue
             size = transport.listed_size(path)
-            # A plain path is not escaped.
-            if (shard := _plain(rest, address + rest + query, wanted, plain)) is not None:
-                found.append(shard._replace(size=size, stated=size))
-            elif wanted is not None or _is_known(rest):
+            if wanted is not None or _is_known(rest):
                 found.append(_single(join_url(folder, rest), wanted)._replace(size=size, stated=size))
             else:
                 others += 1

@@ -201,16 +201,6 @@ class SampleOffsets:
         self._entries: OrderedDict[str, _ShardOffsets] = OrderedDict()  # the last used last
         self._bytes = 0
 
-    def known(self, shard: Shard) -> Offsets | None:
-        """Return what an earlier `find` has returned for a shard, if it is kept."""
-        entry = self._entries.get(shard.url)
-        return None if entry is None else entry.offsets
-
-    def must_read(self, shard: Shard, counted: Counted) -> bool:
-        """Whether `find` would read something."""
-        entry = self._entries.get(shard.url)
-        return (shard.mds is not None or counted.indexed) and (entry is None or not entry.asked)
-
     async def find(self, shard: Shard, counted: Counted) -> Offsets | None:
         """Return the offset of each of a shard's samples and, last, of the end of them: one more than there are
         samples, ascending. None: nothing says where they are, or what does is of another version of the shard.

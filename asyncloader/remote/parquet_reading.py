@@ -7,34 +7,34 @@ batch of rows is decoded ahead. (The loop's default executor is not used, becaus
 look-up could be queued behind the threads that wait for it.)
 
 A row group can only be decoded from its beginning on. Fixed streams begin and end anywhere: where four of them read a
-quarter of a row group each, decoding it for each would take two and a half times as long. So `SharedParquet` decodes a
-row group of which a stream of a worker reads a part once for all streams that read it at the same time.
+quarter of a row group each, decoding it for each would take two and a half times as long. So a row group of which a
+stream of a worker reads a part is decoded once for all streams that read it at the same time (`SharedRows`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager
-from contextvars import copy_context
+from contextlib import aclosing
 from functools import partial
 from itertools import pairwise
-from queue import SimpleQueue
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from asyncloader.bridge import in_thread
 from asyncloader.formats import LocatedSamples, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, RowOptions, footer_size, parse_footer, read_batches
 from asyncloader.formats.rows import RecordBatchRows
-from asyncloader.shielding import shielded, wait_until_done
+from asyncloader.shielding import retrieve_error, shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
+from asyncloader.workers.fetch.threads import JobThreads
 
 MOST_BYTES = 64 << 20
 """Bytes of decoded rows, in Arrow's memory, that a worker keeps for its other streams."""
 
-T = TypeVar("T")
+_MOST_FOOTERS = 64  # that a worker keeps
 
 
 async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInfo]:
@@ -55,104 +55,33 @@ async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInf
     return await in_thread(partial(parse_footer, tail[-wanted:], info.size, url)), info
 
 
-async def read_parquet(
-    pinned: PinnedReader,
-    url: str,
-    *,
-    options: RowOptions,
-    start: int = 0,
-    stop: int | None = None,
-    on_bad: OnBad | None = None,
-    footer: Footer | None = None,
-) -> AsyncGenerator[LocatedSamples, None]:
-    """Read rows ``[start, stop)`` of a file. Rows that `on_bad` can skip: rows with a value that has no Python form.
-    It is called in the loop. `footer` is the file's, if it was read before.
+class SharedRows:
+    """The row groups that the streams of one worker read at present, and share. Used in one event loop.
 
-    Raises:
-        ShardError: the file is damaged.
-        TransportError: the bytes cannot be read, or are of another version of the file than its footer.
-    """
-    if footer is None:
-        footer, _ = await read_footer(pinned, url)
-    after = footer.rows if stop is None else min(stop, footer.rows)
-    decoding = _Decoding(pinned, footer, start, after, options, None)
-    async with aclosing(decoding), aclosing(decoding.rows(start, after, on_bad)) as rows:
-        async for found in rows:
-            yield found
-
-
-class SharedParquet:
-    """The Parquet files that the streams of one worker read at present. Used in one event loop.
-
-    A row group of which a stream reads a part is decoded for all streams of its file. The bytes of rows that are kept
-    are bounded for all files together: a stream whose rows are not kept, or whose row group could not be decoded for
-    another stream, reads its rows alone.
+    The bytes of rows that are kept are bounded for all files together: a stream whose rows are not kept, or whose row
+    group could not be decoded for another stream, reads its rows alone.
 
     Args:
         most: bytes of decoded rows that are kept for other streams.
     """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
-        self._footers: dict[PinnedReader, _SharedFooter] = {}
-        self._groups: dict[tuple[PinnedReader, int], _Decoding] = {}
-        self._budget = _Budget(most)
-
-    async def read(
-        self,
-        pinned: PinnedReader,
-        url: str,
-        *,
-        options: RowOptions,
-        start: int = 0,
-        stop: int | None = None,
-        on_bad: OnBad | None = None,
-    ) -> AsyncGenerator[LocatedSamples, None]:
-        """Read rows ``[start, stop)`` of a file, like `read_parquet`. `options` are the same for all streams."""
-        async with _use(self._footers, pinned, partial(_SharedFooter, pinned, url)) as shared:
-            footer = await shared.read()
-            for first, after, number in _parts(footer.edges, start, footer.rows if stop is None else stop):
-                if number is None:
-                    found = read_parquet(
-                        pinned, url, start=first, stop=after, options=options, on_bad=on_bad, footer=footer
-                    )
-                    async with aclosing(found) as alone:
-                        async for rows in alone:
-                            yield rows
-                    continue
-                begin, end = footer.edges[number : number + 2]
-                make = partial(_Decoding, pinned, footer, begin, end, options, self._budget)
-                async with (
-                    _use(self._groups, (pinned, number), make) as group,
-                    aclosing(group.rows(first, after, on_bad)) as together,
-                ):
-                    async for rows in together:
-                        yield rows
-
-
-def _parts(edges: Sequence[int], start: int, stop: int) -> list[tuple[int, int, int | None]]:
-    """Return rows ``[start, stop)`` in parts: those of row groups of which only a part is read, each with the group's
-    number; and those of whole row groups, together.
-    """
-    found: list[tuple[int, int, int | None]] = []
-    for number, (first, after) in enumerate(pairwise(edges)):
-        at, end = max(first, start), min(after, stop)
-        if at >= end:
-            continue
-        if (at, end) != (first, after):
-            found.append((at, end, number))
-        elif found and found[-1][2] is None:
-            found[-1] = (found[-1][0], end, None)
-        else:
-            found.append((at, end, None))
-    return found
-
-
-class _Budget:
-    """Bytes that may be kept. Several threads use it."""
-
-    def __init__(self, most: int) -> None:
+        self.decodings: dict[tuple[PinnedReader, int], _Decoding] = {}
+        # The lock is held while a footer is read: the first stream reads it for all. If it fails or is cancelled, the
+        # next one does, and gets an error of its own.
+        self._footers: OrderedDict[PinnedReader, tuple[asyncio.Lock, list[Footer]]] = OrderedDict()
         self._left = most
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for `take`, which each row group's thread calls
+
+    async def footer(self, pinned: PinnedReader, url: str) -> Footer:
+        """Return a file's footer, which is kept for its other streams. Raises the errors of `read_footer`."""
+        lock, found = self._footers.setdefault(pinned, (asyncio.Lock(), []))
+        if len(self._footers) > _MOST_FOOTERS:
+            self._footers.popitem(last=False)
+        async with lock:
+            if not found:
+                found.append((await read_footer(pinned, url))[0])
+        return found[0]
 
     def take(self, size: int) -> bool:
         """Whether that many bytes may be kept; then they count until they are taken back, as a negative number."""
@@ -162,71 +91,99 @@ class _Budget:
             return fits
 
 
-_Used = TypeVar("_Used", "_SharedFooter", "_Decoding")
+async def read_parquet(
+    pinned: PinnedReader,
+    url: str,
+    *,
+    options: RowOptions,
+    start: int = 0,
+    stop: int | None = None,
+    on_bad: OnBad | None = None,
+    shared: SharedRows | None = None,
+    footer: Footer | None = None,
+) -> AsyncGenerator[LocatedSamples, None]:
+    """Read rows ``[start, stop)`` of a file. Rows that `on_bad` can skip: rows with a value that has no Python form.
+    It is called in the loop.
+
+    Args:
+        pinned: reads the file.
+        url: of the file.
+        options: how rows are read; the same for all that share row groups.
+        start: number of the first row.
+        stop: number of the row after the last; None: to the end.
+        on_bad: called with each bad row. None: it is raised.
+        shared: the row groups that are read at the same time. None: it shares none.
+        footer: the file's, if it was read before.
+
+    Raises:
+        ShardError: the file is damaged.
+        TransportError: the bytes cannot be read, or are of another version of the file than its footer.
+    """
+    if footer is None:
+        footer = (await read_footer(pinned, url))[0] if shared is None else await shared.footer(pinned, url)
+    after = footer.rows if stop is None else min(stop, footer.rows)
+    parts = [_Part(start, after, None)] if shared is None else _parts(footer.edges, start, after)
+    decodings = {} if shared is None else shared.decodings
+    for first, end, number in parts:
+        key = pinned, -1 if number is None else number
+        decoding = None if number is None else decodings.get(key)
+        if decoding is None and number is None:
+            decoding = _Decoding(pinned, footer, first, end, options, None)
+        elif decoding is None:
+            begin, close = footer.edges[number : number + 2]
+            decoding = decodings[key] = _Decoding(pinned, footer, begin, close, options, shared)
+        decoding.users += 1
+        try:
+            async with aclosing(decoding.rows(first, end, on_bad)) as rows:
+                async for found in rows:
+                    yield found
+        finally:
+            decoding.users -= 1
+            if not decoding.users:
+                # First: a user that comes while it is closed gets another.
+                if number is not None:
+                    del decodings[key]
+                await decoding.aclose()
 
 
-@asynccontextmanager
-async def _use(objects: dict[Any, _Used], key: Any, make: Callable[[], _Used]) -> AsyncGenerator[_Used, None]:
-    """Give the object of this key to one more user: `make` it for the first, and close it after the last."""
-    found = objects.get(key)
-    if found is None:
-        found = objects[key] = make()
-    found.users += 1
-    try:
-        yield found
-    finally:
-        found.users -= 1
-        if not found.users:
-            # First: a user that comes while it is closed gets another.
-            del objects[key]
-            await found.aclose()
+class _Part(NamedTuple):
+    """Some rows of a file, and the number of the row group that they are a part of; None: of whole row groups."""
+
+    start: int
+    stop: int
+    number: int | None
 
 
-class _SharedFooter:
-    """The footer of a file that streams read at present."""
-
-    def __init__(self, pinned: PinnedReader, url: str) -> None:
-        self.users = 0
-        self._pinned = pinned
-        self._url = url
-        self._reading: asyncio.Task[tuple[Footer, ObjectInfo]] | None = None
-
-    async def read(self) -> Footer:
-        """Return the file's footer, which is read once, unless that fails. Raises the errors of `read_footer`."""
-        reading = self._reading
-        if reading is not None:
-            try:
-                return (await shielded(reading))[0]
-            except Exception:
-                # An error is that of the caller who began to read: no two of them raise the same.
-                return (await read_footer(self._pinned, self._url))[0]
-        reading = self._reading = asyncio.create_task(
-            read_footer(self._pinned, self._url), name="asyncloader-parquet-footer"
-        )
-        # Retrieves the error, so that asyncio does not log it: the caller raises it, unless it was cancelled.
-        reading.add_done_callback(lambda done: None if done.cancelled() else (done.exception(), None)[1])
-        return (await shielded(reading))[0]
-
-    async def aclose(self) -> None:
-        """Stop reading."""
-        if self._reading is not None:
-            self._reading.cancel()
-            await wait_until_done([self._reading])
+def _parts(edges: Sequence[int], start: int, stop: int) -> list[_Part]:
+    """Return rows ``[start, stop)`` in parts: those of row groups of which only a part is read, and those of whole row
+    groups, together.
+    """
+    found: list[_Part] = []
+    for number, (first, after) in enumerate(pairwise(edges)):
+        at, end = max(first, start), min(after, stop)
+        if at >= end:
+            continue
+        if (at, end) != (first, after):
+            found.append(_Part(at, end, number))
+        elif found and found[-1].number is None:
+            found[-1] = found[-1]._replace(stop=end)
+        else:
+            found.append(_Part(at, end, None))
+    return found
 
 
 class _Found(NamedTuple):
-    """Rows as far as they are good, each part with the bad rows before it; the bad rows behind them; the number of the
-    row after all of them; and the error that ended them.
+    """Rows as far as they are good, each part behind the bad rows before it, the last maybe without rows; the number of
+    the row after all of them; and the error that ended them.
     """
 
-    rows: list[tuple[list[ShardError], LocatedSamples]]
-    bad_rows: list[ShardError]
+    rows: list[tuple[list[ShardError], LocatedSamples | None]]
     after: int
     fault: Exception | None
 
 
 class _KeptBatch(NamedTuple):
-    """A record batch of pyarrow, the numbers of its rows, and the offset of its row group."""
+    """A record batch, the numbers of its rows, and the offset of its row group."""
 
     batch: Any
     rows: range
@@ -241,21 +198,28 @@ class _Decoding:
         footer: the file's.
         start, stop: the numbers of the rows.
         options: how they are read.
-        budget: of the bytes that are kept for further readers. None: there is one reader.
+        shared: counts the bytes that are kept for further readers. None: there is one reader.
     """
 
     def __init__(
-        self, pinned: PinnedReader, footer: Footer, start: int, stop: int, options: RowOptions, budget: _Budget | None
+        self,
+        pinned: PinnedReader,
+        footer: Footer,
+        start: int,
+        stop: int,
+        options: RowOptions,
+        shared: SharedRows | None,
     ) -> None:
         self.users = 0
         self._pinned = pinned
         self._footer = footer
         self._options = options
-        self._budget = budget
-        ranges = Ranges(pinned)
-        self._thread = RangeThread(ranges)
+        self._shared = shared
+        self._ranges = Ranges(pinned)
+        self._thread = JobThreads(1, "asyncloader-parquet")
+        self._last: asyncio.Future[_Found | None] | None = None  # of the thread's calls
         # Of the thread:
-        self._batches = read_batches(footer, ranges.fetch, start=start, stop=stop, options=options)
+        self._batches = read_batches(footer, self._ranges.fetch, start=start, stop=stop, options=options)
         self._at = start  # the first row that is not decoded
         self._kept: list[_KeptBatch] = []
         self._bytes = 0  # of the rows that are kept
@@ -265,36 +229,33 @@ class _Decoding:
         """Read some of the rows, like `read_parquet`. What is not kept any more, or cannot be decoded for another
         reader, is read alone.
         """
-        if start >= stop:
-            return
-        at, tolerant = start, on_bad is not None
-        coming = self._thread.call(partial(self._read, at, stop, tolerant))
-        # Shielded: a cancelled wait must not cancel the future, which the thread resolves and `aclose` waits for.
-        while (found := await shielded(asyncio.wrap_future(coming))) is not None:
+        at = start
+        coming = self._call(at, stop, on_bad)
+        # Shielded: a cancelled wait must not cancel the future, for which `aclose` waits.
+        while at < stop and (found := await shielded(coming)) is not None:
             at = found.after
             if at < stop and found.fault is None:
                 # Before the consumer gets these rows: others are decoded while it works.
-                coming = self._thread.call(partial(self._read, at, stop, tolerant))
+                coming = self._call(at, stop, on_bad)
             for bad_rows, rows in found.rows:
-                _report(bad_rows, on_bad)
-                yield rows
-            _report(found.bad_rows, on_bad)
+                for error in bad_rows:
+                    assert on_bad is not None
+                    on_bad(error)
+                if rows is not None:
+                    yield rows
             if found.fault is not None:
                 raise found.fault
-            if at >= stop:
-                return
-        alone = read_parquet(
-            self._pinned,
-            self._footer.url,
-            start=at,
-            stop=stop,
-            options=self._options,
-            on_bad=on_bad,
-            footer=self._footer,
-        )
-        async with aclosing(alone):
-            async for rows in alone:
-                yield rows
+        if at < stop:
+            url, options, footer = self._footer.url, self._options, self._footer
+            alone = read_parquet(self._pinned, url, options=options, start=at, stop=stop, on_bad=on_bad, footer=footer)
+            async with aclosing(alone):
+                async for rows in alone:
+                    yield rows
+
+    def _call(self, start: int, stop: int, on_bad: OnBad | None) -> asyncio.Future[_Found | None]:
+        self._last = self._thread.call(lambda _: self._read(start, stop, on_bad is not None), None)
+        self._last.add_done_callback(retrieve_error)  # a reader that was closed does not ask for it
+        return self._last
 
     def _read(self, start: int, stop: int, tolerant: bool) -> _Found | None:
         """Make the first of these rows, at least one; None: they are not kept any more, or could not be decoded.
@@ -312,44 +273,42 @@ class _Decoding:
                 kept = self._decode(start)
         except Exception as error:
             self._failed = True
-            return _Found([], [], start, error)
-        rows: list[tuple[list[ShardError], LocatedSamples]] = []
+            return _Found([], start, error)
+        rows: list[tuple[list[ShardError], LocatedSamples | None]] = []
         bad: list[ShardError] = []
         made = RecordBatchRows(self._footer.url, self._options.max_sample_bytes, bad.append if tolerant else None)
         made.place = kept.place
-        after = min(stop, kept.rows.stop)
+        after, fault = min(stop, kept.rows.stop), None
         try:
             for each in made.read(kept.batch, kept.rows.start, start, after):
                 rows.append((bad[:], each))
                 bad.clear()
         except ShardError as error:
-            return _Found(rows, bad, after, error)
-        return _Found(rows, bad, after, None)
+            fault = error
+        return _Found([*rows, (bad, None)], after, fault)
 
     def _decode(self, start: int) -> _KeptBatch | None:
         """Decode the next record batch, and keep it if possible; return it if row `start` is in it."""
         batch, first, place = next(self._batches)
         kept = _KeptBatch(batch, range(first, first + batch.num_rows), place)
         self._at = kept.rows.stop
-        if self._budget is not None and self._budget.take(batch.nbytes):
+        if self._shared is not None and self._shared.take(batch.nbytes):
             self._kept.append(kept)
             self._bytes += batch.nbytes
         return kept if start in kept.rows else None
 
     async def aclose(self) -> None:
-        """Stop decoding."""
+        """Stop decoding, and wait for the end of the call that is running: it ends because its reads fail."""
+        self._thread.close()
         try:
-            await self._thread.aclose()
+            await self._ranges.aclose()
         finally:
-            if self._budget is not None:
-                self._budget.take(-self._bytes)
-                self._kept.clear()
-
-
-def _report(bad_rows: Sequence[ShardError], on_bad: OnBad | None) -> None:
-    for error in bad_rows:
-        assert on_bad is not None
-        on_bad(error)
+            try:
+                await wait_until_done([] if self._last is None else [self._last])
+            finally:
+                if self._shared is not None:
+                    self._shared.take(-self._bytes)
+                    self._kept.clear()
 
 
 class Ranges:
@@ -358,7 +317,7 @@ class Ranges:
     def __init__(self, pinned: PinnedReader) -> None:
         self._pinned = pinned
         self._loop = asyncio.get_running_loop()
-        self._tasks: dict[asyncio.Task[None], Future[Sequence[bytes]]] = {}
+        self._tasks: set[asyncio.Task[Sequence[bytes]]] = set()
         self._closed = False
 
     def fetch(self, ranges: Sequence[tuple[int, int]]) -> Future[Sequence[bytes]]:
@@ -385,69 +344,18 @@ class Ranges:
         if self._closed:
             answer.set_exception(_closed_error())
             return
-        task = self._loop.create_task(self._read(ranges, answer), name="asyncloader-parquet-ranges")
-        self._tasks[task] = answer
-        task.add_done_callback(self._ended)
+        task = self._loop.create_task(self._pinned.read_ranges(ranges), name="asyncloader-parquet-ranges")
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._ended, answer))
 
-    async def _read(self, ranges: list[tuple[int, int]], answer: Future[Sequence[bytes]]) -> None:
-        try:
-            answer.set_result(await self._pinned.read_ranges(ranges))
-        except Exception as error:
+    def _ended(self, answer: Future[Sequence[bytes]], task: asyncio.Task[Sequence[bytes]]) -> None:
+        self._tasks.discard(task)
+        # Of a task that was cancelled, too: a future that is never done would block the thread.
+        if (error := _closed_error() if task.cancelled() else task.exception()) is not None:
             answer.set_exception(error)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        answer = self._tasks.pop(task)
-        # The task was cancelled: a future that is never done would block the thread.
-        if not answer.done():
-            answer.set_exception(_closed_error())
+        else:
+            answer.set_result(task.result())
 
 
 def _closed_error() -> TransportClosed:
     return TransportClosed("the shard is no longer read: its reader was closed")
-
-
-class RangeThread:
-    """Calls blocking functions in a separate thread, one after the other.
-
-    The thread is a daemon: if the loop dies before `aclose`, the interpreter's exit does not wait for it.
-
-    Args:
-        ranges: read the bytes that the functions wait for.
-    """
-
-    def __init__(self, ranges: Ranges) -> None:
-        self._ranges = ranges
-        self._asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
-        self._last: Future[Any] | None = None
-        self._thread = threading.Thread(
-            target=copy_context().run, args=(_serve, self._asked), name="asyncloader-parquet", daemon=True
-        )
-        self._thread.start()
-
-    def call(self, function: Callable[[], T]) -> Future[T]:
-        """Have the thread call a function after those before."""
-        coming: Future[T] = Future()
-        self._last = coming
-        self._asked.put((coming, function))
-        return coming
-
-    async def aclose(self) -> None:
-        """End the reads, the calls that wait for them, and the thread."""
-        # The thread ends after the calls so far, which end because their reads fail.
-        self._asked.put(None)
-        try:
-            await self._ranges.aclose()
-        finally:
-            if self._last is not None and not self._last.done():
-                await wait_until_done([asyncio.wrap_future(self._last)])
-
-
-def _serve(asked: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
-    while (call := asked.get()) is not None:
-        answer, function = call
-        try:
-            answer.set_result(function())
-        except BaseException as error:
-            answer.set_exception(error)
-        # Otherwise the thread would keep the last batch while it waits for the next call.
-        del call, answer, function

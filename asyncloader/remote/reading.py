@@ -33,7 +33,7 @@ from asyncloader.formats import (
 )
 from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.parquet_reading import SharedParquet, read_parquet
+from asyncloader.remote.parquet_reading import SharedRows, read_parquet
 from asyncloader.remote.prefetch import AnyRange, StreamBuffer
 from asyncloader.remote.shard_splitting import SegmentRange
 from asyncloader.remote.stores import Stores
@@ -118,7 +118,7 @@ async def read_shard_range(
     read_ahead: int = READ_AHEAD,
     columns: Sequence[str] | None = None,
     pins: Pins | None = None,
-    tables: SharedParquet | None = None,
+    shared: SharedRows | None = None,
 ) -> AsyncGenerator[Sequence[Located], None]:
     """Read one range of a shard.
 
@@ -137,7 +137,7 @@ async def read_shard_range(
         read_ahead: bytes that are fetched ahead of parsing, at least 1. A chunk of up to 1 MiB may come on top.
         columns: of Parquet, the columns to read. None: all. Other formats have no columns.
         pins: the versions of the shards of which samples have been read; this shard's is added. None: any version.
-        tables: the Parquet files that are read at the same time, which share row groups. None: it shares none.
+        shared: of Parquet, the row groups that are read at the same time. None: it shares none.
 
     Yields:
         Non-empty sequences of samples, in the shard's order, each sample with the offset at which to continue after it.
@@ -156,14 +156,14 @@ async def read_shard_range(
     with (Pins() if pins is None else pins).hold(transport, path, shard.url) as pin:
         bad: list[ShardError] = []
         if shard.format == PARQUET and reader is None:
-            read = read_parquet if tables is None else tables.read
-            found = read(
+            found = read_parquet(
                 pin.reader,
                 shard.url,
                 start=shard_range.start,
                 stop=shard_range.stop,
                 options=RowOptions(columns, max_sample_bytes, read_ahead),
                 on_bad=None if on_bad is None else bad.append,
+                shared=shared,
             )
         else:
             part = ShardRange(shard_range.start, shard_range.stop, shard_range.sync)

@@ -5,36 +5,35 @@ Data path: discovery, shard_sizes -> [sample_counts: cache_dir] -> stream_order.
 MDS and Parquet have their numbers in an index or a footer. Shards of other formats are read once, whole; meanwhile the
 offsets of some samples are noted, so that reading can begin there later. Both are kept in the cache directory:
 
-    cache_dir/asyncloader-counts-1/NAME.counts      NAME: a hash of the dataset's URLs
+    cache_dir/asyncloader-counts-2/NAME.json      NAME: a hash of the dataset's URLs
 
-A record is found by a hash of the shard's URL, size and ETag, and of the way in which it is read: a shard that was
-replaced has none. The file is written anew, under another name, and renamed. A file with a wrong checksum is ignored.
-Any number of processes may use it; the last to write it wins.
+The first line is a checksum of the rest, JSON: for each shard its samples and its marks, by a hash of its URL, size and
+ETag, and of the way in which it is read. So a shard that was replaced has none. The file is written anew, under another
+name, and renamed. A damaged file is ignored. Any number of processes may use it; the last to write it wins.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
-import struct
 import tempfile
+import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from hashlib import blake2b
+from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, NamedTuple
 
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open
 from asyncloader.remote.shard_sizes import for_each
-from asyncloader.remote.shard_splitting import CatalogRange
+from asyncloader.remote.shard_splitting import CatalogRange, is_count
 
 MARKS = 32
 """Most noted offsets in a shard: a reader that begins between two of them passes over up to a 16th of the shard."""
@@ -43,6 +42,10 @@ _MARK_BYTES = 1 << 15  # distance of the first offsets; doubled when there are t
 
 SHARDS = 8
 """Shards that are read at the same time."""
+
+FOLDER = "asyncloader-counts-2"
+
+MAX_FILE_BYTES = 1 << 30
 
 _LOG_AFTER_S = 10.0
 
@@ -62,25 +65,37 @@ class Counted(NamedTuple):
     Attributes:
         samples: their number. A bad sample counts, as does the end of a shard that cannot be read: a reader
             of it gets the error.
-        marks: where reading can begin, ascending: the numbers of samples, and their offsets. None: at the beginning.
+        marks: where reading can begin, ascending. Without them: at the beginning.
         indexed: an index of its samples may lie beside it, because its number was not counted, but written down.
     """
 
     samples: int
-    marks: npt.NDArray[np.int64] | None = None
+    marks: Sequence[Mark] = ()
     indexed: bool = False
 
     def before(self, number: int) -> Mark:
         """Return the last mark at or before a sample."""
-        if self.marks is None or not (at := int(np.searchsorted(self.marks[0], number, side="right"))):
-            return Mark(0, 0)
-        return Mark(*self.marks[:, at - 1].tolist())
+        at = bisect_right(self.marks, number, key=itemgetter(0))
+        return self.marks[at - 1] if at else Mark(0, 0)
 
     def after(self, number: int) -> Mark | None:
         """Return the first mark at or after a sample; None: the shard's end."""
-        if self.marks is None or (at := int(np.searchsorted(self.marks[0], number))) == self.marks.shape[1]:
-            return None
-        return Mark(*self.marks[:, at].tolist())
+        at = bisect_left(self.marks, number, key=itemgetter(0))
+        return self.marks[at] if at < len(self.marks) else None
+
+    @classmethod
+    def of(cls, plain: Any) -> Counted:
+        """Return the count of its values, as JSON has them.
+
+        Raises:
+            ValueError: it is no count.
+        """
+        samples, marks, *rest = plain if type(plain) is list and 2 <= len(plain) <= 3 else (None, None)
+        numbers = marks if type(marks) is list and len(marks) <= MARKS else [None]
+        right = all(type(mark) is list and len(mark) == 2 and all(map(is_count, mark)) for mark in numbers)
+        if not right or not is_count(samples) or any(type(flag) is not bool for flag in rest):
+            raise ValueError("a count of samples is impossible")
+        return cls(samples, [Mark(*mark) for mark in numbers], *rest)
 
 
 async def count_shards(shards: Sequence[Shard], open: Open, found: Callable[[int, Counted], None]) -> None:
@@ -143,74 +158,35 @@ async def _count(shard: Shard, open: Open) -> Counted:
         if not is_about_sample(error):
             raise
         samples += len(bad) + 1
-    return Counted(samples, np.array(marks, np.int64).T.copy() if marks else None)
+    return Counted(samples, marks)
 
 
-FOLDER = "asyncloader-counts-1"
-
-MAX_FILE_BYTES = 1 << 30
-
-_MAGIC = b"ALcount1"
-_HEAD = struct.Struct("<8s16sQ")  # magic, hash of the rest, number of shards
-_KEY = 16
-
-_log = logging.getLogger("asyncloader")
+def hash_of(*values: object) -> str:
+    """Return a text that stands for these plain values."""
+    return blake2b(repr(values).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
-def hash_of(*values: object) -> bytes:
-    """Return 16 bytes that stand for these plain values."""
-    return blake2b(repr(values).encode(errors="surrogatepass"), digest_size=_KEY).digest()
-
-
-def pack_counts(counts: Mapping[bytes, Counted]) -> bytes:
-    """Return the file of these shards, by their hashes."""
-    samples = np.array([each.samples for each in counts.values()], "<i8")
-    marks = [np.empty((2, 0), np.int64) if each.marks is None else each.marks for each in counts.values()]
-    sizes = np.array([each.shape[1] for each in marks], "<i8")
-    numbers = np.concatenate([each.ravel() for each in marks]) if marks else np.empty(0)
-    body = b"".join([*counts, samples.tobytes(), sizes.tobytes(), numbers.astype("<i8").tobytes()])
-    return _HEAD.pack(_MAGIC, blake2b(body, digest_size=_KEY).digest(), len(counts)) + body
-
-
-def parse_counts(data: bytes) -> dict[bytes, Counted]:
-    """Return the shards of a file; none if it is damaged."""
-    if len(data) < _HEAD.size:
-        return {}
-    magic, digest, shards = _HEAD.unpack_from(data)
-    body = data[_HEAD.size :]
-    if magic != _MAGIC or digest != blake2b(body, digest_size=_KEY).digest() or shards * (_KEY + 16) > len(body):
-        return {}
-    samples = np.frombuffer(body, "<i8", shards, shards * _KEY)
-    sizes = np.frombuffer(body, "<i8", shards, shards * (_KEY + 8))
-    numbers = np.frombuffer(body, "<i8", offset=shards * (_KEY + 16))
-    if (samples < 0).any() or (sizes < 0).any() or (sizes > MARKS).any() or 2 * sizes.sum() != len(numbers):
-        return {}
-    ends = np.cumsum(2 * sizes).tolist()
-    found: dict[bytes, Counted] = {}
-    for at, (count, size) in enumerate(zip(samples.tolist(), sizes.tolist(), strict=True)):
-        marks = numbers[ends[at] - 2 * size : ends[at]].reshape(2, size).astype(np.int64) if size else None
-        found[body[at * _KEY : (at + 1) * _KEY]] = Counted(count, marks)
-    return found
-
-
-def read_counts(cache_dir: str, name: str) -> dict[bytes, Counted]:
-    """Return the shards that are kept under a name; none if the file cannot be read. Blocks."""
-    path = Path(cache_dir, FOLDER, f"{name}.counts")
-    with suppress(OSError):
+def read_counts(cache_dir: str, name: str) -> dict[str, Counted]:
+    """Return the shards that are kept under a name, by their hashes; none if the file is damaged. Blocks."""
+    path = Path(cache_dir, FOLDER, f"{name}.json")
+    with suppress(OSError, ValueError, RecursionError):
         if path.stat().st_size <= MAX_FILE_BYTES:
-            return parse_counts(path.read_bytes())
+            checksum, _, data = path.read_bytes().partition(b"\n")
+            if int(checksum, 16) == zlib.crc32(data):
+                return {key: Counted.of(each) for key, each in json.loads(data).items()}
     return {}
 
 
-def write_counts(cache_dir: str, name: str, counts: Mapping[bytes, Counted]) -> None:
+def write_counts(cache_dir: str, name: str, counts: Mapping[str, Counted]) -> None:
     """Keep shards under a name, in place of earlier ones. An error of the disk is logged. Blocks."""
     folder, temporary = Path(cache_dir, FOLDER), ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(".partial", f".{name}.", folder)
+        data = json.dumps({key: each[:2] for key, each in counts.items()}).encode()
         with os.fdopen(descriptor, "wb") as file:
-            file.write(pack_counts(counts))
-        Path(temporary).replace(folder / f"{name}.counts")
+            file.write(b"%08x\n" % zlib.crc32(data) + data)
+        Path(temporary).replace(folder / f"{name}.json")
     except OSError as error:
         if temporary:
             with suppress(OSError):

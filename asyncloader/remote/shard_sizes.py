@@ -16,11 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncloader.bridge import in_thread
-from asyncloader.formats import MAX_SAMPLE_BYTES, MdsShard, ShardError, ShardReader, open_reader
-from asyncloader.formats.base import ShardRange
+from asyncloader.formats import MdsShard, ShardError
 from asyncloader.formats.compressed import Compression, decoder
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.reading import MakeReader
 from asyncloader.remote.shard_splitting import CatalogRange, Stretch, can_cut, sample_numbers
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectNotFound, RangeOutOfBounds, SizeUnknown, Transport
@@ -39,9 +37,6 @@ RAISED_WHEN_READ = (ObjectNotFound, ShardError)
 
 Other errors fail the plan: they may be temporary, or occur in one rank only, and all ranks must make the same plan.
 """
-
-PROBE_BYTES = 1 << 20
-PROBE_SAMPLES = 1000
 
 
 async def with_sizes(
@@ -112,33 +107,6 @@ async def with_edges(
         return await _with_offsets(sized, stores, parts)
 
     return await _each(shards, measure, (SizeUnknown, *leave))
-
-
-async def bytes_per_sample(
-    shard: Shard, stores: Stores, *, max_sample_bytes: int = MAX_SAMPLE_BYTES, reader: MakeReader | None = None
-) -> float | None:
-    """Estimate the bytes of the object per sample, from the first samples of a shard.
-
-    Reads at most 1 MiB of the shard, or up to the end of the first sample if that is longer.
-
-    Args:
-        shard: the shard.
-        stores: find the transport for its URL.
-        max_sample_bytes: refuse a sample with more bytes.
-        reader: makes the reader of a user's own format.
-
-    Returns:
-        Bytes of the object (compressed bytes in a compressed shard); None if it has no samples.
-
-    Raises:
-        ShardError: the first sample cannot be read.
-        TransportError: the shard cannot be read.
-    """
-    if shard.samples is not None and shard.size is not None:
-        return shard.size / shard.samples if shard.samples else None
-    if shard.format == PARQUET and reader is None:
-        return await bytes_per_sample(await _with_footer(shard, stores), stores)
-    return await _probe(shard, stores, max_sample_bytes, reader)
 
 
 async def _with_size(shard: Shard, stores: Stores) -> Shard:
@@ -245,48 +213,6 @@ async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:
         [int(offsets[shard.mds.samples * edge // edge_count]) for edge in range(edge_count + 1)] if edge_count else []
     )
     return shard._replace(edges=tuple(edges) or None)
-
-
-async def _probe(shard: Shard, stores: Stores, max_sample_bytes: int, make: MakeReader | None) -> float | None:
-    whole = ShardRange(0, None, sync=False)
-    bad: list[ShardError] = []
-    reader: ShardReader
-    if make is not None:
-        reader = make(shard.url, whole)
-    else:
-        reader = open_reader(
-            shard.url, shard.format, max_sample_bytes=max_sample_bytes, on_bad=bad.append, shard=shard.mds
-        )
-    transport, path = stores.find(shard.url)
-    samples = fed = end = 0
-    last: ShardError | None = None
-    async with aclosing(transport.stream(path, start=reader.feed_from, chunk_size=1 << 16)) as chunks:
-        async for chunk in chunks:
-            fed += len(chunk)
-            try:
-                found = reader.feed(chunk)
-                while found or reader.pending:
-                    samples += len(found)
-                    end = found[-1].resume if found else end
-                    found = reader.feed(b"") if reader.pending else []
-            except ShardError as error:
-                last = error
-                break
-            if reader.done or (samples and fed >= PROBE_BYTES) or samples >= PROBE_SAMPLES:
-                break
-        else:
-            # The whole shard was read: only now can a tar reader return its last sample. All bytes count.
-            try:
-                samples += len(reader.end())
-            except ShardError as error:
-                last = error
-            end = 0
-    if not samples:
-        if last is not None:
-            raise last
-        return None
-    packed = shard.format.compression is not None or make is not None
-    return (fed if packed or not end else end - reader.feed_from) / samples
 
 
 async def _each(

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asyncloader.formats import ShardFormat, ShardRange, cut_shard
-from asyncloader.remote.catalog import PARQUET, LazySequence, PlainShards, Shard
+from asyncloader.remote.catalog import PARQUET, Shard
 
 RANGES_PER_WORKER = 4
 """Fewer shards than this per worker are cut into this number of ranges per worker: enough to balance the epoch's end.
@@ -73,22 +73,6 @@ def is_catalog_range(shard_range: Any, shards: float = math.inf) -> bool:
     return all(map(is_count, (shard, start, 0 if stop is None else stop))) and shard < shards and isinstance(sync, bool)
 
 
-class WholeShards(LazySequence[CatalogRange]):
-    """Ranges that are whole shards; their keys are the shards' numbers in the catalog, an array."""
-
-    def make(self, key: np.int64) -> CatalogRange:
-        """Return the range of a shard."""
-        return CatalogRange(int(key))
-
-
-class SingleRanges(LazySequence[Assignment]):
-    """Assignments of one range each; their keys are `WholeShards`."""
-
-    def make(self, key: CatalogRange) -> Assignment:
-        """Return the assignment of a range."""
-        return (key,)
-
-
 class SampleEdges:
     """Where consecutive samples begin and, last, where they end. Equal to itself alone, so that ranges are compared.
 
@@ -128,14 +112,7 @@ def can_cut(shard: Shard) -> bool:
     return shard.format in (PARQUET, ShardFormat("jsonl", None))
 
 
-def taken(ranges: Sequence[CatalogRange], order: npt.NDArray[np.int64]) -> Sequence[CatalogRange]:
-    """Return the ranges at these places, in this order."""
-    if isinstance(ranges, WholeShards):
-        return WholeShards(ranges.keys[order])
-    return [ranges[at] for at in order.tolist()]
-
-
-def cut(shards: Sequence[Shard], parts: int) -> Sequence[CatalogRange]:
+def cut(shards: Sequence[Shard], parts: int) -> list[CatalogRange]:
     """Cut `shards` into at least `parts` ranges; fewer if formats and sizes allow no more.
 
     With at least `parts` shards, each shard is one range. Otherwise the largest ranges are cut first, so that the
@@ -151,7 +128,7 @@ def cut(shards: Sequence[Shard], parts: int) -> Sequence[CatalogRange]:
     if parts < 1:
         raise ValueError(f"cannot cut shards into {parts} parts")
     if len(shards) >= parts:
-        return WholeShards(np.arange(len(shards)))
+        return [CatalogRange(number) for number in range(len(shards))]
     counts = [1] * len(shards)
     most = [_most_parts(shard) for shard in shards]
     # Ordered by the size of the shard's ranges, largest first; then by shard.
@@ -207,17 +184,13 @@ def bytes_left(shard: Shard, shard_range: CatalogRange | SegmentRange) -> int | 
     return None if stop is None else max(0, stop - shard_range.start)
 
 
-def group_ranges(
-    shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int
-) -> Sequence[tuple[CatalogRange, ...]]:
+def group_ranges(shard_ranges: Sequence[CatalogRange], shards: Sequence[Shard], workers: int) -> list[Assignment]:
     """Group small neighbouring ranges into assignments, as far as enough assignments remain to balance the workers.
 
     A worker opens the ranges of an assignment early, so that small ranges do not cost a round trip each.
     """
-    if isinstance(shards, PlainShards) and isinstance(shard_ranges, WholeShards):
-        return SingleRanges(shard_ranges)  # no size is known
     most = min(GROUP_RANGES, len(shard_ranges) // (GROUPS_PER_WORKER * workers))
-    assignments: list[tuple[CatalogRange, ...]] = []
+    assignments: list[Assignment] = []
     group: list[CatalogRange] = []
     room = GROUP_BYTES
     for shard_range in shard_ranges:

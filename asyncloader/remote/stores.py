@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from asyncloader.errors import NoEffectWarning
-from asyncloader.remote.catalog import BUCKETS, PlainShards, Shard
+from asyncloader.remote.catalog import BUCKETS, Shard
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
@@ -296,8 +296,6 @@ def strip_signature(url: str) -> str:
 
 def names_of(shards: Sequence[Shard]) -> list[str]:
     """Return the URLs that identify the shards in a state, without signatures."""
-    if isinstance(shards, PlainShards):
-        return list(shards.keys)
     return [strip_signature(each.url) if scheme_of(each.url) in _WEB else each.url for each in shards]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import islice, repeat, takewhile
 from typing import NamedTuple, Self
@@ -81,13 +81,6 @@ class Shards:
         shard, counted = self.shards[segment.shard], self._counted[segment.shard]
         return self._range(segment, await self._offsets.find(shard, counted) if self._is_cut(segment) else None)
 
-    def range_known(self, segment: Segment) -> SegmentRange | None:
-        """Return the range to read for a segment; None: something must be read to know it."""
-        shard, counted = self.shards[segment.shard], self._counted[segment.shard]
-        if not self._is_cut(segment):
-            return self._range(segment, None)
-        return None if self._offsets.must_read(shard, counted) else self._range(segment, self._offsets.known(shard))
-
     def _is_cut(self, segment: Segment) -> bool:
         """Whether reading less than the shard saves anything: one that is compressed is read from its beginning on."""
         ends_inside = segment.first + segment.span < self._counted[segment.shard].samples
@@ -141,11 +134,10 @@ async def read_segments(shards: Shards, segments: Iterator[Segment]) -> AsyncGen
                 yield SegmentReading.failed(shard, segment, error)
                 continue
             async with aclosing(ahead.open(shard_range)) as reading:
-                # Only what begins with its shard: where another begins may have to be read first.
-                for each in takewhile(lambda each: not each.first, next_few[len(early) :]):
-                    if (known := shards.range_known(each)) is None:
-                        break
-                    early[each] = known
+                # Only what begins with its shard, as all but the first mostly do.
+                with suppress(Exception):  # raised in its turn
+                    for each in takewhile(lambda each: not each.first, next_few[len(early) :]):
+                        early[each] = await shards.range_of(each)
                 ahead.look(shard_range, early.values())
                 # All other readers begin behind these samples.
                 skip = shard_range.skip if shard.format == CUSTOM else 0

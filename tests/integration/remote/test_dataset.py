@@ -17,7 +17,7 @@ import torch
 
 from asyncloader import AsyncDataLoader, DataLoader
 from asyncloader.errors import NoEffectWarning
-from asyncloader.formats import Located, ShardError, ShardRange
+from asyncloader.formats import Located, ShardRange
 from asyncloader.remote.dataset import RemoteIterableDataset
 from tests.helpers.remote_folders import (
     ALL,
@@ -197,34 +197,18 @@ def test_a_reader_of_the_user_s_own(tmp_path: Path) -> None:
 
 
 def test_lengths(tmp_path: Path) -> None:
-    """`len` works where indexes have the length; elsewhere it raises TypeError, and an estimate is close."""
+    """`len` works where indexes have the length; elsewhere it raises TypeError."""
     for ending in ("mds", "parquet"):
         folder = tmp_path / ending
         folder.mkdir()
         dataset = dataset_of(make_shards(folder, (30, 41), ending=ending))
-        assert len(dataset) == dataset.estimated_len() == 71
+        assert len(dataset) == 71
         assert len(DataLoader[Any](dataset, batch_size=10)) == 8
     (tmp_path / "tar").mkdir()
     dataset = dataset_of(make_shards(tmp_path / "tar", (30, 41)))
     with pytest.raises(TypeError, match="only MDS and Parquet say"):
         len(dataset)
-    assert 60 <= dataset.estimated_len() <= 80
     assert "2 shards" in repr(dataset)
-
-
-def test_an_estimate_looks_beyond_empty_shards(tmp_path: Path) -> None:
-    """An empty first shard says nothing about the size of samples; with empty shards alone, there are none."""
-    assert 30 <= dataset_of(make_shards(tmp_path, (0, 0, 41))).estimated_len() <= 60
-    (tmp_path / "empty").mkdir()
-    assert dataset_of(make_shards(tmp_path / "empty", (0, 0))).estimated_len() == 0
-
-
-def test_an_estimate_obeys_the_limit(tmp_path: Path) -> None:
-    """No more of a large sample is read than `max_sample_bytes`."""
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "%s"}' % (b"x" * 200_000))
-    assert dataset_of(tmp_path / "a.jsonl", max_sample_bytes=300_000).estimated_len() == 1
-    with pytest.raises(ShardError, match="max_sample_bytes=100,000"):
-        dataset_of(tmp_path / "a.jsonl", max_sample_bytes=100_000).estimated_len()
 
 
 # ------------------------------------------------------------------------------------------- plans
@@ -253,7 +237,6 @@ def test_a_plan_depends_on_nothing_that_was_done_before(
         asyncio.run(dataset.plan(30, 0, 2, 5))
 
     def ask(dataset: Any) -> None:
-        dataset.estimated_len()
         with suppress(TypeError):
             len(dataset)
 

@@ -126,7 +126,7 @@ async def test_options_that_do_not_pickle(store: HttpStore) -> None:
     options: dict[str, Any] = {"headers": lambda: {"Authorization": "Bearer token"}}
     dataset = RemoteIterableDataset(f"{store.url}/a.jsonl", storage_options=options)
     assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, 2, decode=number_of)] == [[5, 6], [7]]
-    assert await asyncio.to_thread(dataset.estimated_len) == 3
+    assert "1 shards" in repr(dataset)
     async with HttpTransport(store.url, **options) as transport:
         dataset = RemoteIterableDataset("a.jsonl", transport=transport)
         assert [batch.tolist() async for batch in AsyncDataLoader[Any](dataset, 2, decode=number_of)] == [[5, 6], [7]]

@@ -11,7 +11,7 @@ import pytest
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset
 from asyncloader.formats import ShardError, ShardFormat
-from asyncloader.remote.catalog import PARQUET, PlainFormats, format_of
+from asyncloader.remote.catalog import PARQUET
 from asyncloader.remote.discovery import MAX_INDEX_BYTES, expand_urls, find_shards
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import AccessDenied, MemoryTransport
@@ -240,27 +240,3 @@ async def test_an_index_that_may_not_be_read() -> None:
         assert [shard.url for shard in await find_shards("train/", stores)] == ["train/a.tar"]
         with pytest.raises(AccessDenied):
             await find_shards("train/index.json", stores)
-
-
-@pytest.mark.parametrize("start", ["", "data/", "s3://bucket/x=1/", "https://host/a/", "file:///a/", "S3://b/"])
-def test_plain_urls(start: str) -> None:
-    """Their formats, found at a glance, are those of the extensions; all others are looked at closely."""
-    plain = PlainFormats()
-    for name in ["a.tar", "b.tar", "a.tgz", "a.jsonl.gz", "a.b.TAR.zst", "a.parquet", "a-0.000001.tar", "x.tfrecord"]:
-        assert plain.find(start + name) == format_of(start + name)
-    for name in ["a.mds", "a.txt", ".tar", "a", "a.", "a*.tar", "a.tar?x=1", "a%20.tar", "ä.tar", "a.tar/", "a.tar#x"]:
-        assert plain.find(start + name) is None
-    for number in range(3000):
-        assert plain.find(f"{start}a.{number}.tar") == format_of("a.tar")
-
-
-def test_many_plain_urls_at_once() -> None:
-    """The format of all is what `find` says of each; none, if one is different, or is not plain."""
-    starts = ["", "data/", "http://127.0.0.1:9/", "http://host:80/a/", "s3://b/x=1/", "file:///a/", "http://u:p@h/"]
-    names = ["a.tar", "a.tgz", "a.b.TAR", "a.mds", ".tar", "a", "a.", "a*.tar", "a%20.tar", "a.tar/", "b\na.tar", "\n"]
-    others = [f"part-{number:06d}.tar" for number in range(10_001)]
-    plain = PlainFormats()
-    for url in [start + name for start in starts for name in names]:
-        form = plain.find(url)
-        assert plain.find_all([url]) == form, url
-        assert plain.find_all([*others, url]) == (form if form == format_of("a.tar") else None), url

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.formats import LocatedSamples, ShardError
+from asyncloader.formats import LocatedSamples, OnBad, ShardError
 from asyncloader.formats import parquet as parquet_format
 from asyncloader.formats.parquet import RowOptions
-from asyncloader.remote.parquet_reading import SharedParquet
-from asyncloader.transports import MemoryTransport, ReadFailed
+from asyncloader.remote.parquet_reading import SharedRows, read_parquet
+from asyncloader.transports import MemoryTransport, PinnedReader, ReadFailed
 from tests.drawn import scaled
 from tests.unit.remote.shards import parquet
 
@@ -41,6 +41,12 @@ class Counted(MemoryTransport):
         return found
 
 
+def rows_of(
+    pinned: PinnedReader, tables: SharedRows, start: int, stop: int, on_bad: OnBad | None = None
+) -> AsyncGenerator[LocatedSamples, None]:
+    return read_parquet(pinned, URL, options=OPTIONS, start=start, stop=stop, on_bad=on_bad, shared=tables)
+
+
 async def numbers_of(rows: AsyncGenerator[LocatedSamples, None]) -> list[int]:
     async with aclosing(rows):
         return [sample["n"] async for found in rows for sample in found.samples]
@@ -57,9 +63,9 @@ async def test_bytes_are_read_once(most: int, times: int) -> None:
     """Four streams read a quarter of a row group each. If no rows may be kept, each reads the row group itself."""
     data = parquet(range(ROWS), group=ROWS, size=5000, compression="none", use_dictionary=False)
     async with Counted({URL: data}) as transport:
-        pinned, tables = transport.pinned(URL), SharedParquet(most)
+        pinned, tables = transport.pinned(URL), SharedRows(most)
         quarters = [range(first, first + 10) for first in range(0, ROWS, 10)]
-        reading = [tables.read(pinned, URL, start=each.start, stop=each.stop, options=OPTIONS) for each in quarters]
+        reading = [rows_of(pinned, tables, each.start, each.stop) for each in quarters]
         found = await asyncio.gather(*map(numbers_of, reading))
         assert found == [list(each) for each in quarters]
         assert transport.read_bytes >= times * len(data)
@@ -79,8 +85,8 @@ def test_any_streams(data: st.DataObject) -> None:
 
     async def run() -> None:
         async with MemoryTransport({URL: parquet(range(ROWS), group=group)}) as transport:
-            pinned, tables = transport.pinned(URL), SharedParquet(most)
-            reading = [tables.read(pinned, URL, start=start, stop=stop, options=OPTIONS) for start, stop in parts]
+            pinned, tables = transport.pinned(URL), SharedRows(most)
+            reading = [rows_of(pinned, tables, start, stop) for start, stop in parts]
             found: list[list[int]] = [[] for _ in parts]
             for turn in turns:
                 if turn < len(parts) and (rows := await anext(reading[turn], None)) is not None:
@@ -101,8 +107,8 @@ async def test_an_error_is_raised_once() -> None:
     data = parquet(range(ROWS), group=ROWS, size=5000, compression="none", use_dictionary=False)
     async with Counted({URL: data}) as transport:
         transport.failing = [2]  # after the footer
-        pinned, tables = transport.pinned(URL), SharedParquet()
-        reading = [tables.read(pinned, URL, start=first, stop=first + 10, options=OPTIONS) for first in (0, 10, 20)]
+        pinned, tables = transport.pinned(URL), SharedRows()
+        reading = [rows_of(pinned, tables, first, first + 10) for first in (0, 10, 20)]
         found = await asyncio.gather(*map(numbers_of, reading), return_exceptions=True)
         assert [type(each) for each in found].count(ReadFailed) == 1
         assert [each for each in found if isinstance(each, list)] == [
@@ -118,13 +124,13 @@ async def test_bad_rows() -> None:
     days = pa.array([0] * 14 + [4_000_000] + [0] * 5, pa.date32())  # beyond the year 9999
     pq.write_table(pa.table({"n": list(range(20)), "day": days}), file)
     async with MemoryTransport({URL: file.getvalue()}) as transport:
-        pinned, tables = transport.pinned(URL), SharedParquet()
+        pinned, tables = transport.pinned(URL), SharedRows()
         bad: list[ShardError] = []
         first, second = [], list[int]()
         async with (
-            aclosing(tables.read(pinned, URL, start=0, stop=12, options=OPTIONS)) as before,
-            aclosing(tables.read(pinned, URL, start=12, stop=19, options=OPTIONS, on_bad=bad.append)) as tolerant,
-            aclosing(tables.read(pinned, URL, start=12, stop=20, options=OPTIONS)) as strict,
+            aclosing(rows_of(pinned, tables, 0, 12)) as before,
+            aclosing(rows_of(pinned, tables, 12, 19, on_bad=bad.append)) as tolerant,
+            aclosing(rows_of(pinned, tables, 12, 20)) as strict,
         ):
             async for rows in before:
                 first += [sample["n"] for sample in rows.samples]
@@ -142,12 +148,9 @@ async def test_bad_rows() -> None:
 async def test_a_stream_is_cancelled() -> None:
     """The other streams of its row group go on."""
     async with MemoryTransport({URL: parquet(range(ROWS), group=ROWS, size=5000)}) as transport:
-        pinned, tables = transport.pinned(URL), SharedParquet()
-        others = [
-            asyncio.create_task(numbers_of(tables.read(pinned, URL, start=at, stop=at + 10, options=OPTIONS)))
-            for at in (0, 30)
-        ]
-        first = asyncio.create_task(numbers_of(tables.read(pinned, URL, start=10, stop=20, options=OPTIONS)))
+        pinned, tables = transport.pinned(URL), SharedRows()
+        others = [asyncio.create_task(numbers_of(rows_of(pinned, tables, at, at + 10))) for at in (0, 30)]
+        first = asyncio.create_task(numbers_of(rows_of(pinned, tables, 10, 20)))
         await asyncio.sleep(0)
         first.cancel()
         assert await asyncio.gather(*others) == [list(range(10)), list(range(30, 40))]

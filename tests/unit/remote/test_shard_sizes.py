@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncGenerator
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from asyncloader import RemoteIterableDataset
-from asyncloader.formats import JsonlReader, ShardError
+from asyncloader.formats import ShardError
 from asyncloader.remote.catalog import Shard, format_of
 from asyncloader.remote.discovery import find_shards
-from asyncloader.remote.shard_sizes import REQUESTS, bytes_per_sample, with_counts, with_edges, with_sizes
+from asyncloader.remote.shard_sizes import REQUESTS, with_counts, with_edges, with_sizes
 from asyncloader.remote.shard_splitting import cut
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport, ObjectInfo, ObjectNotFound, SizeUnknown
-from tests.unit.remote.shards import MAKERS, jsonl, mds, mds_index, parquet, shard_of, tar
+from tests.unit.remote.shards import mds, mds_index, parquet, shard_of, tar
 
 
 class Counting(MemoryTransport):
@@ -129,47 +128,3 @@ async def test_an_mds_header_must_agree_with_its_index() -> None:
             else:
                 with pytest.raises(ShardError, match=match):
                     await with_edges(shards, stores, 4)
-
-
-@pytest.mark.parametrize("url", MAKERS)
-async def test_bytes_of_a_sample_are_estimated(url: str) -> None:
-    """The estimate is exact if the whole shard is small; it counts stored bytes, also in a compressed shard."""
-    data = MAKERS[url](range(100))
-    async with MemoryTransport({url: data}) as transport:
-        shard = shard_of(url, range(100))
-        estimate = await bytes_per_sample(shard, Stores(transport=transport))
-    assert estimate is not None
-    assert 90 <= len(data) / estimate <= 125
-
-
-async def test_the_estimate_reads_the_beginning_only() -> None:
-    """About the first MiB of a large shard is read; its samples stand for the others."""
-    data = jsonl(range(30_000), size=200)
-
-    class Metered(MemoryTransport):
-        given = 0
-
-        async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-            async for chunk in super().stream(path, start=start, chunk_size=chunk_size):
-                self.given += len(chunk)
-                yield chunk
-
-    async with Metered({"a.jsonl": data}) as transport:
-        shard = Shard("a.jsonl", format_of("a.jsonl"))
-        estimate = await bytes_per_sample(shard, Stores(transport=transport))
-        assert estimate is not None
-        assert 29_000 < len(data) / estimate < 31_000
-        assert transport.given <= 1 << 20
-
-
-async def test_no_samples_no_estimate() -> None:
-    """An empty shard gives None, a broken shard an error; a user's own reader is used as well."""
-    async with MemoryTransport({"a.jsonl": b"", "b.tar": b"x" * 600, "c": b'{"n": 1}\n'}) as transport:
-        stores = Stores(transport=transport)
-        assert await bytes_per_sample(Shard("a.jsonl", format_of("a.jsonl")), stores) is None
-        with pytest.raises(ShardError, match="not a tar header"):
-            await bytes_per_sample(Shard("b.tar", format_of("b.tar")), stores)
-        own = await bytes_per_sample(
-            Shard("c", format_of("a.tar")), stores, reader=lambda url, part: JsonlReader(url, start=part.start)
-        )
-        assert own == 9
