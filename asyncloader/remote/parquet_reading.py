@@ -122,7 +122,7 @@ async def read_parquet(
     if footer is None:
         footer = (await read_footer(pinned, url))[0] if shared is None else await shared.footer(pinned, url)
     after = footer.rows if stop is None else min(stop, footer.rows)
-    parts = [_Part(start, after, None)] if shared is None else _parts(footer.edges, start, after)
+    parts = [_RowPart(start, after, None)] if shared is None else _parts(footer.edges, start, after)
     decodings = {} if shared is None else shared.decodings
     for first, end, number in parts:
         key = pinned, -1 if number is None else number
@@ -146,7 +146,7 @@ async def read_parquet(
                 await decoding.aclose()
 
 
-class _Part(NamedTuple):
+class _RowPart(NamedTuple):
     """Some rows of a file, and the number of the row group that they are a part of; None: of whole row groups."""
 
     start: int
@@ -154,21 +154,21 @@ class _Part(NamedTuple):
     number: int | None
 
 
-def _parts(edges: Sequence[int], start: int, stop: int) -> list[_Part]:
+def _parts(edges: Sequence[int], start: int, stop: int) -> list[_RowPart]:
     """Return rows ``[start, stop)`` in parts: those of row groups of which only a part is read, and those of whole row
     groups, together.
     """
-    found: list[_Part] = []
+    found: list[_RowPart] = []
     for number, (first, after) in enumerate(pairwise(edges)):
         at, end = max(first, start), min(after, stop)
         if at >= end:
             continue
         if (at, end) != (first, after):
-            found.append(_Part(at, end, number))
+            found.append(_RowPart(at, end, number))
         elif found and found[-1].number is None:
             found[-1] = found[-1]._replace(stop=end)
         else:
-            found.append(_Part(at, end, None))
+            found.append(_RowPart(at, end, None))
     return found
 
 
