@@ -336,12 +336,6 @@ class PinnedReader:
         with self._reading(wanted):
             return await self._read_ranges(wanted)
 
-    async def read_pieces(self, start: int, length: int) -> Sequence[bytes]:
-        """Read a range, which is not empty, like `read_ranges`. Return its bytes in the pieces in which they arrived:
-        the caller need not wait for a copy that joins them.
-        """
-        return await self.read_ranges([(start, length)])
-
     async def stream(
         self, *, start: int = 0, stop: int | None = None, chunk_size: int = 1 << 20
     ) -> AsyncGenerator[bytes, None]:

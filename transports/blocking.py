@@ -50,6 +50,11 @@ class BlockingPool(Executor):
         """Whether `aclose` or `shutdown` was called."""
         return self._closing is not None
 
+    def check_open(self) -> None:
+        """Raise TransportClosed if it is closed."""
+        if self._closing is not None:
+            raise TransportClosed(f"the {self.name} transport is closed; open another one")
+
     def submit(self, call: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
         """Queue ``call(*args, **kwargs)`` for a thread. Raises TransportClosed after `aclose`."""
         executor = self._executor()
@@ -127,8 +132,7 @@ class BlockingPool(Executor):
         return self._closing
 
     def _executor(self) -> ThreadPoolExecutor:
-        if self._closing is not None:
-            raise TransportClosed(f"the {self.name} transport is closed; open another one")
+        self.check_open()
         pid = os.getpid()
         if self._owner is None or self._owner_pid != pid:
             if self._owner is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.cache_layout import BLOCK_BYTES, Piece, block_key, block_length, hash_key, size_key
@@ -54,74 +55,75 @@ class CachedBlocks:
 
     def __init__(self, store: CacheStore, url: str, version: ObjectInfo) -> None:
         assert version.etag is not None
+        self.version = version
         self._store = store
         self._url = url
         self._size = version.size
         self._etag = version.etag
 
-    def open_whole(self) -> CacheEntry | None:
-        """Open the copy of the whole object; None if it is not cached as a whole."""
-        return self._open(hash_key(self._url), self._size)
-
-    def open_block(self, block: int) -> CacheEntry | None:
+    def open(self, block: int) -> CacheEntry | None:
         """Open the file of a block; None if it is not cached."""
-        return self._open(block_key(self._url, block, self._size), block_length(block, self._size))
+        entry = self._store.open(block_key(self._url, block, self._size), self._etag)
+        if entry is not None and entry.size != block_length(block, self._size):
+            entry.close()
+            return None
+        return entry
 
     def claim(self, wanted: Mapping[int, Sequence[Piece]], *, fill: bool) -> Claim:
-        """Read the pieces that are cached, from a copy of the whole object if one exists, and claim the other blocks if
-        `fill`.
+        """Read the pieces that are cached, and claim the other blocks if `fill`.
 
         Raises:
             OSError: the cache cannot be read.
         """
         claim = Claim()
-        whole = self.open_whole() if self._size > BLOCK_BYTES else None
         try:
             for block, pieces in wanted.items():
-                if not (_take(whole, pieces, 0, claim.found) or self._take_block(block, pieces, claim.found)):
+                if not self._take(block, pieces, claim.found):
                     self._claim_block(block, claim, fill=fill and claim.error is None)
                     # Another writer may have finished the block after it was found missing and before it was claimed.
-                    if block in claim.refused and self._take_block(block, pieces, claim.found):
+                    if block in claim.refused and self._take(block, pieces, claim.found):
                         claim.refused.remove(block)
         except BaseException:
             claim.abort()
             raise
-        finally:
-            if whole is not None:
-                whole.close()
         return claim
 
-    def commit(self, claim: Claim, data: Mapping[int, Sequence[memoryview]]) -> None:
-        """Write the blocks that were claimed, each in any pieces. OSError: the disk is full or failed; the other blocks
-        are released.
-        """
+    def commit(self, claim: Claim, data: Mapping[int, bytes]) -> None:
+        """Write the blocks that were claimed. OSError: the disk is full or failed; the other blocks are released."""
         try:
-            # The size is written before the blocks: readers that do not ask the store find a version by it.
-            if self._size > BLOCK_BYTES and not self._store.holds(size_key(self._url), self._etag):
-                self._store.put(size_key(self._url), self._etag, str(self._size).encode())
+            self._put_size()
             for block, fill in claim.fills.items():
-                fill.commit(*data[block])
+                fill.commit(data[block])
         finally:
             claim.abort()
+
+    def put(self, data: bytes, first: int = 0) -> None:
+        """Write the blocks from number `first` on that `data` has. OSError: the disk is full or failed."""
+        self._put_size()
+        for block, start in zip(count(first), range(0, len(data), BLOCK_BYTES), strict=False):
+            part = memoryview(data)[start : start + BLOCK_BYTES]
+            self._store.put(block_key(self._url, block, self._size), self._etag, part)
 
     def forget(self) -> None:
         """Delete the record of this version's size: the store has another version now."""
         self._store.forget(size_key(self._url), self._etag)
 
-    def _open(self, key: str, size: int) -> CacheEntry | None:
-        entry = self._store.open(key, self._etag)
-        if entry is not None and entry.size != size:
-            entry.close()
-            return None
-        return entry
+    def _put_size(self) -> None:
+        # Before the blocks: readers that do not ask the store find a version by it.
+        if self._size > BLOCK_BYTES:
+            self._store.put(size_key(self._url), self._etag, str(self._size).encode())
 
-    def _take_block(self, block: int, pieces: Sequence[Piece], found: dict[Piece, bytes]) -> bool:
-        entry = self.open_block(block)
+    def _take(self, block: int, pieces: Sequence[Piece], found: dict[Piece, bytes]) -> bool:
+        entry = self.open(block)
+        if entry is None:
+            return False
         try:
-            return _take(entry, pieces, block * BLOCK_BYTES, found)
+            found.update([(piece, entry.read(piece.offset, piece.length)) for piece in pieces])
+        except EntryLost:
+            return False
         finally:
-            if entry is not None:
-                entry.close()
+            entry.close()
+        return True
 
     def _claim_block(self, block: int, claim: Claim, *, fill: bool) -> None:
         key, length = block_key(self._url, block, self._size), block_length(block, self._size)
@@ -140,8 +142,13 @@ class CachedBlocks:
             claim.fills[block] = claimed
 
 
+def is_known(store: CacheStore, url: str) -> bool:
+    """Return whether blocks of any version of an object are cached."""
+    return store.has(hash_key(url)) or store.has(size_key(url))
+
+
 def find_newest(store: CacheStore, url: str) -> ObjectInfo | None:
-    """Return the version of an object that was cached last, whole or in blocks; None if none is cached."""
+    """Return the version of an object that was cached last; None if none is cached."""
     found: list[tuple[int, ObjectInfo]] = []
     for key in (hash_key(url), size_key(url)):
         entry = store.open_newest(key)
@@ -155,14 +162,3 @@ def find_newest(store: CacheStore, url: str) -> ObjectInfo | None:
             entry.close()
         found.append((entry.created, ObjectInfo(size, entry.etag)))
     return max(found)[1] if found else None
-
-
-def _take(entry: CacheEntry | None, pieces: Sequence[Piece], begins: int, found: dict[Piece, bytes]) -> bool:
-    """Read pieces from a file whose first byte is byte `begins` of the object. False: `entry` is None, or is lost."""
-    if entry is None:
-        return False
-    try:
-        found.update([(piece, entry.read(piece.start - begins, piece.length)) for piece in pieces])
-    except EntryLost:
-        return False
-    return True

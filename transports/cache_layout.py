@@ -6,12 +6,11 @@ Data path: cached -> cache_store -> [cache_layout].
         CACHEDIR.TAG            identifies the directory, for backup programs that skip caches
         used                    bytes in use; see `cache_usage`
         lock                    locked by the process that evicts
-        fills/U.V.CHARGE        an object that is being written; locked while its writer lives
-        objects/UUU/U.V         an object: its bytes, then its footer. U and V are hashes of URL and ETag
+        fills/U.V.CHARGE        a block that is being written; locked while its writer lives
+        objects/UUU/U.V         a block: its bytes, then its footer. U and V are hashes of URL and ETag
 
-An object of which only parts are read is cached in blocks of `BLOCK_BYTES`. Each block is a file like an object's,
-whose U is a hash of the URL and the block's number. No block has the object's size, which is in another such file. An
-object that is no longer than a block is stored as a whole.
+An object is cached in blocks of `BLOCK_BYTES`, each a file, whose U is a hash of the URL and the block's number. The
+object's size is in another such file. An object that is no longer than a block is one file, whose U is of the URL.
 
 A file gets its name under ``objects`` when its last byte is written, and never changes after that. The footer is at the
 end of the file, so a truncated file has no footer.
@@ -45,8 +44,7 @@ long as one more request, as for `Transport.range_gap`; larger blocks would mult
 few columns of a Parquet file.
 """
 
-RUN_BLOCKS = 16
-"""Most blocks that are downloaded by one request, as for `Transport.range_size`."""
+_AHEAD = 8  # blocks that a stream reads at a time: the bytes that a shard's reader fetches ahead by default
 
 _MAGIC = b"ALcache1"
 _BODY = struct.Struct(">8sQQIH16s")  # magic, created, size, crc of the object, length of the etag, hash of the URL
@@ -74,8 +72,11 @@ def hash_key(text: str) -> str:
 
 
 def block_key(url: str, block: int, size: int) -> str:
-    """Return the hash that names a block of an object of `size` bytes; of an object that is no longer, its own hash."""
-    return hash_key(url if size <= BLOCK_BYTES else f"{url}\0{BLOCK_BYTES}\0{block}")
+    """Return the hash that names a block of an object of `size` bytes; of an object that is no longer, its own hash.
+
+    With the size, because a version that is named by a date alone may be of two objects.
+    """
+    return hash_key(url if size <= BLOCK_BYTES else f"{url}\0{BLOCK_BYTES}\0{block}\0{size}")
 
 
 def block_length(block: int, size: int) -> int:
@@ -112,15 +113,15 @@ def split_range(start: int, length: int) -> list[Piece]:
     return pieces
 
 
-def group_neighbours(blocks: Iterable[int]) -> list[list[int]]:
-    """Group ascending numbers of blocks that follow each other without a gap, at most `RUN_BLOCKS` in a group."""
-    groups: list[list[int]] = []
-    for block in blocks:
-        if groups and groups[-1][-1] + 1 == block and len(groups[-1]) < RUN_BLOCKS:
-            groups[-1].append(block)
-        else:
-            groups.append([block])
-    return groups
+def stream_step(start: int, stop: int | None, size: int) -> int:
+    """Return where to end the part of a stream that begins at `start`: whole blocks, of which a reader that will
+    probably close the stream at `stop` wants but one behind that.
+    """
+    block = start // BLOCK_BYTES
+    after = block + _AHEAD
+    if stop is not None:
+        after = min(after, max(block + 1, -(-stop // BLOCK_BYTES)))
+    return min(after * BLOCK_BYTES, size)
 
 
 def entry_name(url_key: str, etag: str) -> str:

@@ -48,8 +48,8 @@ class CacheCounts:
     """Cache statistics of one transport in one process, since its creation.
 
     Attributes:
-        hits: reads, range reads and streams served from the cache.
-        misses: reads, range reads and streams that went to the store although caching was on.
+        hits: blocks of 1 MiB, or parts of them, that were read from the cache.
+        misses: blocks that were read from the store, and reads of objects that cannot be cached.
         bytes_saved: bytes served from the cache.
         evictions: files deleted to keep `cache_bytes`.
         damaged: files deleted because their bytes were not those that had been written.
@@ -61,20 +61,20 @@ class CacheCounts:
     evictions: int = 0
     damaged: int = 0
 
-    def hit(self) -> None:
-        """Count a read served from the cache."""
-        self.hits += 1
-        count("cache_hits")
+    def hit(self, blocks: int = 1) -> None:
+        """Count blocks that were read from the cache."""
+        self.hits += blocks
+        count("cache_hits", blocks)
 
     def save(self, nbytes: int) -> None:
         """Count bytes served from the cache."""
         self.bytes_saved += nbytes
         count("cache_bytes", nbytes)
 
-    def miss(self) -> None:
-        """Count a read that goes to the store."""
-        self.misses += 1
-        count("cache_misses")
+    def miss(self, blocks: int = 1) -> None:
+        """Count blocks that are read from the store."""
+        self.misses += blocks
+        count("cache_misses", blocks)
 
     def evict(self) -> None:
         """Count a deleted file."""

@@ -4,9 +4,8 @@ Data path: store -> [cached: cache directory] -> dataset.
 
     transport = CachedTransport(open_transport(url), url, "/scratch/cache", cache_bytes=200 << 30)
 
-A read of a cached object requests only the object's version from the store: one small request. An object that is not
-cached is read in one request, as without a cache; before a range is read, its version is requested. `cache_layout`
-shows the directory.
+A read of a cached object requests only the object's version from the store: one small request. `cache_layout` shows the
+directory.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from asyncloader.errors import warn_aside
 from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, overrides
 from asyncloader.transports.blocking import BlockingPool
-from asyncloader.transports.cache_blocks import CachedBlocks, find_newest
-from asyncloader.transports.cache_layout import hash_key, object_url
-from asyncloader.transports.cache_store import CacheEntry, CacheStore, EntryLost
+from asyncloader.transports.cache_blocks import CachedBlocks, find_newest, is_known
+from asyncloader.transports.cache_layout import object_url
+from asyncloader.transports.cache_store import CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.cached_object import CachedObject
 from asyncloader.transports.checks import check_chunk_size, check_path, check_size, check_start
-from asyncloader.transports.errors import ReadFailed, SizeUnknown, TransportError
+from asyncloader.transports.errors import ReadFailed, TransportError
 
 _R = TypeVar("_R")
 
@@ -42,17 +41,16 @@ _warned: set[str] = set()
 class CachedTransport(Transport):
     """Serves objects of `inner` from a directory, as long as the store says that they are unchanged.
 
-    An object that `read` reads, or a `stream` from byte 0 to the end, is cached as one file. All other reads, of ranges
-    and from a byte in the middle, are cached in blocks of 1 MiB, aligned at the object's start. So a range downloads
-    less than 2 MiB more than it has, which takes about as long as a request; an object of up to 1 MiB is one block.
-    Missing neighbours come in one request (`range_size`). A block is downloaded once: other reads of the block, also in
-    other processes, wait for the download, up to half a minute. Streams of whole objects do not wait for each other.
-    Later, a file of the whole object serves reads of any kind, and blocks serve ranges and parts. Objects without a
-    version (`info(path).etag` is None) or without a known size are not cached.
+    Objects are cached in blocks of 1 MiB, aligned at the object's start, each a file. So a range downloads less than
+    2 MiB more than it has, which takes about as long as a request. Missing neighbours come in one request
+    (`range_size`); a stream requests 8 MiB at a time, and the next 8 MiB while its consumer works. A block is
+    downloaded once: other reads of the block, also in other processes, wait for the download, up to half a minute;
+    only a whole `read` of an object that is not cached at all waits for nobody. Objects without a version
+    (`info(path).etag` is None) or without a known size are not cached.
 
     Any number of workers, processes and runs on a node can share a directory, each with its own transports. Eviction is
     by last use, known to the minute. If a run repeatedly reads more bytes than `cache_bytes` in the same order, each
-    object is evicted just before it is needed: allow for all objects, or shuffle. Put the directory on a local disk.
+    block is evicted just before it is needed: allow for all objects, or shuffle. Put the directory on a local disk.
 
     If the disk is full or fails, or the directory is not writable, caching stops in this process, with one
     RuntimeWarning. Reads continue; cached objects are still served while they can be read.
@@ -126,17 +124,32 @@ class CachedTransport(Transport):
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """Read a whole object, and cache it. As `Transport.read`."""
-        hit = await self._read_hit(path, max_bytes)
-        if hit is not None:
-            return hit[0]
-        if not self.fills:
+        if not (self.serves or self.fills):
             return await self.inner.read(path, max_bytes=max_bytes)
-        return (await self._read_filling(path, max_bytes))[0]
+        return (await self.read_with_info(path, max_bytes=max_bytes))[0]
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
         """Read a whole object and its version, and cache it. As `Transport.read_with_info`."""
-        hit = await self._read_hit(path, max_bytes)
-        return await self._read_filling(path, max_bytes) if hit is None else hit
+        check_path(path)
+        check_size(path, 0, max_bytes)
+        url = self.object_url(path)
+        # Looked up first: of an object that is not cached in any version, the version comes with its bytes.
+        if self.serves and await self.attempt(partial(is_known, self.store, url)):
+            reader = CachedObject(self, path)
+            version = await reader.find()
+            if version is not None:
+                check_size(path, version.size, max_bytes)
+                try:
+                    return (await reader.read_version(version, [(0, version.size)]))[0], version
+                except ReadFailed:
+                    if not await reader.replaced():
+                        raise
+        else:
+            self.count_miss()
+        data, info = await self.inner.read_with_info(path, max_bytes=max_bytes)
+        if self.fills and info.etag is not None and data:
+            await self.attempt(partial(CachedBlocks(self.store, url, info).put, data), filling=True)
+        return data, info
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         """Read a range, and cache its blocks. As `Transport.read_range`."""
@@ -163,21 +176,25 @@ class CachedTransport(Transport):
         return super().pinned(path) if overrides(self, CachedTransport) else CachedObject(self, path)
 
     async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        """Read an object in chunks; if it is read from byte 0 to its end, it is cached. As `Transport.stream`.
-
-        A stream from byte 0 that is left early caches nothing; one from another byte caches the blocks that it reads.
-        """
+        """Read an object in chunks, and cache its blocks. As `Transport.stream`."""
         check_path(path)
         check_chunk_size(chunk_size)
         check_start(path, None, start)
         reader = CachedObject(self, path)
         version = await reader.find()
-        given = (
-            self.inner.stream(path, start=start, chunk_size=chunk_size)
-            if version is None
-            else reader.stream_version(version, start, None, chunk_size)
-        )
-        async with aclosing(given) as chunks:
+        given = False
+        if version is not None:
+            try:
+                async with aclosing(reader.stream_version(version, start, None, chunk_size)) as chunks:
+                    async for chunk in chunks:
+                        given = True
+                        yield chunk
+            except ReadFailed:  # as in `read_ranges`
+                if given or not await reader.replaced():
+                    raise
+            else:
+                return
+        async with aclosing(self.inner.stream(path, start=start, chunk_size=chunk_size)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -211,59 +228,11 @@ class CachedTransport(Transport):
         finally:
             await self.pool.aclose()
 
-    # --- reads from the cache
-
-    async def _read_hit(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo] | None:
-        def use(entry: CacheEntry) -> tuple[bytes, ObjectInfo]:
-            check_size(path, entry.size, max_bytes)
-            return entry.read(0, entry.size), ObjectInfo(entry.size, entry.etag)
-
-        check_path(path)
-        check_size(path, 0, max_bytes)
-        hit = await self._hit(path, use)
-        if hit is not None:
-            self._count(len(hit[0]))
-        return hit
-
-    async def _hit(self, path: str, use: Callable[[CacheEntry], _R]) -> _R | None:
-        """Return the result of `use`, called in a thread, for an object that is cached and valid; None otherwise."""
-        opener = await self._find(path) if self.serves else None
-        hit = None if opener is None else await self.attempt(partial(_use_entry, opener, use))
-        if hit is None:
-            self.count_miss()
-        return hit
-
-    async def _find(self, path: str) -> Callable[[], CacheEntry | None] | None:
-        """Return a function that opens the copy of the object's valid version; None if the version is not cached."""
-        key = hash_key(self.object_url(path))
-        if not self.revalidate:
-            return partial(self.store.open_newest, key)
-        # Looked up first: for an object that is not cached in any version, the request for its version would be wasted.
-        if not await self.attempt(partial(self.store.has, key)):
-            return None
-        try:
-            info = await self.inner.info(path)
-        except SizeUnknown:
-            return None
-        return None if info.etag is None else CachedBlocks(self.store, self.object_url(path), info).open_whole
-
-    # --- reads into the cache
-
-    async def _read_filling(self, path: str, max_bytes: int | None) -> tuple[bytes, ObjectInfo]:
-        data, info = await self.inner.read_with_info(path, max_bytes=max_bytes)
-        if self.fills and info.etag is not None and data:
-            await self.attempt(partial(self.store.put, hash_key(self.object_url(path)), info.etag, data), filling=True)
-        return data, info
-
     # --- the directory
 
     def object_url(self, path: str) -> str:
         """Return the URL that names an object in the cache."""
         return object_url(self.url, path)
-
-    def _count(self, given: int) -> None:
-        self._counts.hit()
-        self._counts.save(given)
 
     async def attempt(
         self, call: Callable[[], _R], release: Callable[[Any], object] | None = None, *, filling: bool = False
@@ -306,17 +275,7 @@ class CachedTransport(Transport):
         """Return the version of an object that was cached last, whole or in blocks; None if no version is cached."""
         return await self.attempt(partial(find_newest, self.store, self.object_url(path)))
 
-    def count_miss(self) -> None:
-        """Count a read of an object that is not cached."""
+    def count_miss(self, blocks: int = 1) -> None:
+        """Count blocks that are not cached, or a read of an object that is not."""
         if self.serves:
-            self._counts.miss()
-
-
-def _use_entry(opener: Callable[[], CacheEntry | None], use: Callable[[CacheEntry], _R]) -> _R | None:
-    entry = opener()
-    if entry is None:
-        return None
-    try:
-        return use(entry)
-    finally:
-        entry.close()
+            self._counts.miss(blocks)

@@ -106,14 +106,9 @@ class Download(ABC, Generic[_K]):
 
     async def rest(self) -> bytes:
         """Return all bytes."""
-        pieces = await self.pieces()
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    async def pieces(self) -> list[bytes]:
-        """Return all bytes, in the pieces in which they arrived."""
         try:
             await self._run(self._read_all)
-            return self._parts
+            return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         finally:
             # The traceback of a retried failure refers to this download, and to itself by the failure: it would keep
             # the bytes in memory until the garbage collector runs.
@@ -447,12 +442,6 @@ class NetworkTransport(Transport, Generic[_K]):
         downloads = [self._download(path, block.start, block.length) for block in plan.blocks]
         blocks = await read_blocks(self._client, path, downloads, self.range_requests)
         return plan.cut(blocks), [download.version for download in downloads if download.version is not None]
-
-    async def read_pieces_with_version(self, path: str, start: int, length: int) -> tuple[list[bytes], Version | None]:
-        """Read a range, which is not empty, by one request. Return the pieces in which it arrived, and its version."""
-        self._check(path)
-        download = self._download(path, start, length)
-        return await download.pieces(), download.version
 
     def pinned(self, path: str) -> PinnedReader:
         """Return a reader that compares the answers' versions, without further requests, like `Transport.pinned`."""

@@ -27,13 +27,14 @@ from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import Self, TypeVar
 
-from asyncloader.transports.cache_store import USE_AGE_NS, CacheEntry, EntryLost
-
 if sys.platform != "win32":
     import resource
 
 MOST_FILES = 256
 """Files that are open at a time; at most a quarter of the descriptors that the process may have."""
+
+USE_AGE_NS = 60_000_000_000
+"""A file's time of last use is updated when it is older than this, or in the future."""
 
 _R = TypeVar("_R")
 
@@ -47,8 +48,12 @@ _READ_AT_ONCE = 1 << 16
 _GAP = 1 << 13
 
 
+class EntryLost(Exception):
+    """A file was opened, but cannot be read: the disk failed, or it was cut. The store still has the object."""
+
+
 class OpenFile:
-    """A file of the cache. Its slices are bytes, which are read when they are asked for, in any thread.
+    """An open file. Its slices are bytes, which are read when they are asked for, in any thread.
 
     Args:
         descriptor: the file, which is closed when this object is garbage.
@@ -103,9 +108,20 @@ class OpenFile:
                 os.utime(self.path, follow_symlinks=False)
         return True
 
+    def close(self) -> None:
+        """Close the file at once. No other thread may use it: its descriptor may be another file's next."""
+        descriptor = self.detach()
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def detach(self) -> int:
+        """Return the descriptor, which is the caller's to close; this object is closed."""
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
     def __del__(self) -> None:
         with suppress(AttributeError):  # `__init__` failed
-            os.close(self._descriptor)
+            self.close()
 
 
 class OpenFiles:
@@ -139,20 +155,11 @@ class OpenFiles:
             file.looked = now
         return file
 
-    def open(self, name: Hashable, opener: Callable[[], CacheEntry | None]) -> OpenFile | None:
-        """Keep the file that `opener` opens, and return it; None if it opens none.
-
-        Raises:
-            OSError: the file cannot be opened.
-        """
-        entry = opener()
-        if entry is None:
-            return None
-        try:
-            file = OpenFile(entry.detach(), entry.path)
-        finally:
-            entry.close()
-        self.keep(name, file)
+    def open(self, name: Hashable, opener: Callable[[], OpenFile | None]) -> OpenFile | None:
+        """Keep the file that `opener` opens, and return it; None if it opens none. Errors as `opener`."""
+        file = opener()
+        if file is not None:
+            self.keep(name, file)
         return file
 
     def keep(self, name: Hashable, file: OpenFile) -> None:

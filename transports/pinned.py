@@ -50,14 +50,6 @@ class PinnedObject(PinnedReader):
             self._compare_stated(version)
         return data
 
-    async def read_pieces(self, start: int, length: int) -> Sequence[bytes]:
-        """Read a range in the pieces in which it arrives, like `PinnedReader.read_pieces`."""
-        with self._reading([(start, length)]):
-            data, version = await self._network.read_pieces_with_version(self.path, start, length)
-            if version is not None:
-                self._compare_stated(version)
-            return data
-
     async def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._network.stream_with_versions(self.path, start, chunk_size, stop)) as chunks:
             async for chunk, version in chunks:

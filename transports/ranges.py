@@ -75,43 +75,6 @@ class ReadPlan:
         ]
 
 
-def split_pieces(pieces: Iterable[bytes], lengths: Iterable[int]) -> list[list[memoryview]]:
-    """Split bytes that come in pieces into parts of these lengths, each again in pieces. Nothing is copied.
-
-    Raises:
-        ValueError: the bytes end before the last part does.
-    """
-    rest = (memoryview(piece) for piece in pieces)
-    view = memoryview(b"")
-    found: list[list[memoryview]] = []
-    for length in lengths:
-        part: list[memoryview] = []
-        missing = length
-        while missing:
-            if not view and (view := next(rest, memoryview(b""))).nbytes == 0:
-                raise ValueError(f"{missing:,} of {length:,} bytes are missing")
-            part.append(view[:missing])
-            view = view[missing:]
-            missing -= len(part[-1])
-        found.append(part)
-    return found
-
-
-def cut_pieces(pieces: Iterable[memoryview], start: int, length: int) -> bytes:
-    """Return `length` bytes from byte `start` on of bytes that come in pieces."""
-    stop = start + length
-    found: list[memoryview] = []
-    at = 0
-    for piece in pieces:
-        end = at + len(piece)
-        if end > start:
-            found.append(piece[max(0, start - at) : stop - at])
-            if end >= stop:
-                break
-        at = end
-    return b"".join(found)
-
-
 def plan_ranges(ranges: Iterable[tuple[int, int]], *, max_gap: int = 0, max_size: int | None = None) -> ReadPlan:
     """Plan the reads for `ranges`, which may come in any order, repeat and overlap.
 

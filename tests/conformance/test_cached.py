@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -38,11 +37,9 @@ class CachedConformance(TransportConformance):
             assert await transport.read_range("a", 5, 3) == CONTENT[5:8]
             assert await transport.read_ranges("a", [(5, 3), (0, 1)]) == [CONTENT[5:8], CONTENT[:1]]
             assert b"".join(await drain(transport.stream("a", start=5))) == CONTENT[5:]
-            async with aclosing(transport.stream("a", chunk_size=10)) as chunks:
-                assert await anext(chunks) == CONTENT[:10]
-            saved = 2 * len(CONTENT) + 3 + 4 + len(CONTENT) - 5 + 10
+            saved = 2 * len(CONTENT) + 3 + 4 + len(CONTENT) - 5
             assert transport.cache_counts.snapshot() == {
-                "hits": 6,
+                "hits": 5,
                 "misses": 2,
                 "bytes_saved": saved,
                 "evictions": 0,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from hashlib import sha256
 
@@ -38,19 +37,12 @@ class Changing(MemoryTransport):
 
 
 class Slow(MemoryTransport):
-    """A store that reports each chunk of a stream, and each range, on stdout, and goes on after a line on stdin."""
+    """A store that reports each range on stdout, and goes on after a line on stdin."""
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         tell(f"range {start} {length}")
         await asyncio.to_thread(sys.stdin.readline)
         return await super().read_range(path, start, length)
-
-    async def stream(self, path: str, *, start: int = 0, chunk_size: int = 1 << 20) -> AsyncGenerator[bytes, None]:
-        async with aclosing(super().stream(path, start=start, chunk_size=chunk_size)) as chunks:
-            async for chunk in chunks:
-                tell("chunk")
-                await asyncio.to_thread(sys.stdin.readline)
-                yield chunk
 
 
 async def work(folder: str, limit: int, seed: int, turns: int) -> None:
@@ -94,17 +86,6 @@ async def work(folder: str, limit: int, seed: int, turns: int) -> None:
         tell(f"{counts.hits} {counts.misses} {counts.evictions}")
 
 
-async def fill(folder: str) -> None:
-    """Stream one object, waiting for a line at each chunk; report whether it was complete."""
-    data = content(1, 0) * 20
-    async with CachedTransport(Slow({"a": data}), "memory://fill", folder, threads=2) as transport:
-        found = b""
-        async with aclosing(transport.stream("a", chunk_size=1 << 20)) as chunks:
-            async for chunk in chunks:
-                found += chunk
-        tell("whole" if found == data else "wrong")
-
-
 async def read_part(folder: str, start: int, length: int) -> None:
     """Read a range, waiting for a line at each request; report whether it was right, and hits and misses."""
     data = content(1, 0) * 20
@@ -118,8 +99,6 @@ def main(role: str, folder: str, *numbers: str) -> None:
     if role == "work":
         limit, seed, turns = map(int, numbers)
         asyncio.run(work(folder, limit, seed, turns))
-    elif role == "fill":
-        asyncio.run(fill(folder))
     elif role == "part":
         asyncio.run(read_part(folder, *map(int, numbers)))
     else:

@@ -49,6 +49,6 @@ def disk_use(folder: Path) -> int:
 
 
 def begun(store: CacheStore, url: str, etag: str = "1", size: int = len(DATA)) -> CacheFill:
-    fill = store.begin(hash_key(url), etag, size)
+    fill = store.claim(hash_key(url), etag, size)
     assert fill is not None
     return fill

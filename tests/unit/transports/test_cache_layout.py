@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.transports.cache_layout import (
+    BLOCK_BYTES,
     MOST_ETAG,
     TAIL_SIZE,
     CacheFooter,
@@ -17,10 +18,10 @@ from asyncloader.transports.cache_layout import (
     entry_url_key,
     fill_charge,
     fill_name,
-    group_neighbours,
     hash_key,
     object_url,
     storable_etag,
+    stream_step,
 )
 
 UNUSED = 16  # bytes at the end
@@ -52,11 +53,14 @@ def test_object_url(root: str, url: str) -> None:
     assert object_url(root, "a/b c") == url
 
 
-def test_neighbours() -> None:
-    """A group ends at each gap; without blocks there are no groups."""
-    assert group_neighbours([]) == []
-    assert group_neighbours([3]) == [[3]]
-    assert group_neighbours([0, 1, 2, 5, 7, 8]) == [[0, 1, 2], [5], [7, 8]]
+@pytest.mark.parametrize(
+    ("start", "stop", "expected"),
+    [(0, None, 8), (3.5, None, 11), (0, 2.5, 3), (2.7, 2.8, 3), (3, 2.5, 4), (20, None, 20.3)],
+)
+def test_steps_of_streams(start: float, stop: float | None, expected: float) -> None:
+    """Eight blocks at a time; up to the block of `stop`, and behind that one at a time."""
+    blocks = [None if each is None else int(each * BLOCK_BYTES) for each in (start, stop)]
+    assert stream_step(blocks[0] or 0, blocks[1], int(20.3 * BLOCK_BYTES)) == int(expected * BLOCK_BYTES)
 
 
 @given(st.text(), st.text())

@@ -75,7 +75,7 @@ def test_what_is_being_written_counts(folder: Path) -> None:
     """Space is reserved before the first byte is written, so that concurrent fills cannot exceed the limit."""
     store = opened(folder, 8 * 4096)
     first = begun(store, "1", size=4 * 4096)
-    assert store.begin(hash_key("2"), "1", 4 * 4096) is None
+    assert store.claim(hash_key("2"), "1", 4 * 4096) is None
     first.abort()
     begun(store, "2", size=4 * 4096).abort()
 

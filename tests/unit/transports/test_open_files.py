@@ -42,24 +42,22 @@ def descriptors() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-@pytest.mark.parametrize("whole", [False, True])
-async def test_ranges(tmp_path: Path, whole: bool) -> None:
-    """Those in blocks that were read, or in a whole copy; across blocks, too. None has been asked of the store."""
+async def test_ranges(tmp_path: Path) -> None:
+    """Those in blocks that were read; across blocks, too. None is asked of the store."""
     store = Asked({"a": LARGE})
     kept = OpenFiles()
     async with around(store, tmp_path) as transport:
         reader = transport.pinned("a")
         assert isinstance(reader, CachedObject)
         assert found_in(reader, kept, RANGES[:1]) == [None]  # nobody knows the version yet
-        await (transport.read("a") if whole else reader.read_ranges([(0, 1), (BLOCK_BYTES, 1), (3 * BLOCK_BYTES, 1)]))
+        await reader.read_ranges([(0, 1), (BLOCK_BYTES, 1), (3 * BLOCK_BYTES, 1)])
         await reader.info()
         store.taken()
         expected: list[bytes | None] = [LARGE[start : start + length] for start, length in RANGES]
-        if not whole:
-            expected[2] = None
+        expected[2] = None
         for _ in range(2):
             assert found_in(reader, kept, RANGES) == expected
-            assert len(kept) == (1 if whole else 3)
+            assert len(kept) == 3
         beyond = [(len(LARGE) - 1, 2), (len(LARGE) + 5, 0), (1 << 40, 1)]
         assert found_in(reader, kept, beyond) == [None] * 3
         assert store.taken() == []
@@ -135,16 +133,15 @@ async def test_a_damaged_file(tmp_path: Path) -> None:
             assert not path.exists()
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("left", [0, 4096, BLOCK_BYTES - 5])
-async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, whole: bool, left: int) -> None:
+async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, left: int) -> None:
     """By another program: what is left of it is read, the rest comes from the store, and nobody is killed."""
     kept = OpenFiles()
     length = 100
     async with around(Asked({"a": LARGE}), tmp_path) as transport:
         reader = transport.pinned("a")
         assert isinstance(reader, CachedObject)
-        await (transport.read("a") if whole else reader.read_ranges([(0, 1)]))
+        await reader.read_ranges([(0, 1)])
         await reader.info()
         ranges = [(0, length), (BLOCK_BYTES - length, length), (0, BLOCK_BYTES)]
         assert None not in found_in(reader, kept, ranges)
