@@ -12,6 +12,7 @@ from asyncloader.transports.cache_layout import (
     TAIL_SIZE,
     CacheFooter,
     Stored,
+    block_key,
     charge,
     choose_victims,
     entry_name,
@@ -51,6 +52,12 @@ FOOTERS = st.builds(
 def test_object_url(root: str, url: str) -> None:
     """An object's name is its root's URL and its path, however the root ends; a query stays at the end."""
     assert object_url(root, "a/b c") == url
+
+
+def test_objects_of_two_sizes_share_no_block() -> None:
+    """A version that is named by a date alone may be of both."""
+    sizes = [BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES]
+    assert len({block_key("memory:/a", 0, size) for size in sizes}) == 3
 
 
 @pytest.mark.parametrize(
