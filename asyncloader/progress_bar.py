@@ -34,7 +34,6 @@ class EpochProgress(Generic[B]):
         steps_before: returns the number of steps that the newest iterator leaves out: it resumed behind them.
         title: returns the newest iterator's title.
         diagnose: judges the run.
-        unit: the name of a step.
     """
 
     def __init__(
@@ -44,13 +43,11 @@ class EpochProgress(Generic[B]):
         steps_before: Callable[[], int],
         title: Callable[[], str],
         diagnose: Callable[[], Diagnosis],
-        unit: str = "batch",
     ) -> None:
         self._loader = loader
         self._statistics = statistics
         self._steps_before, self._title = steps_before, title
         self._diagnose = diagnose
-        self._unit = unit
 
     def __len__(self) -> int:
         """Batches in an epoch. TypeError when the sampler or dataset has no length."""
@@ -82,7 +79,7 @@ class EpochProgress(Generic[B]):
         }
         kind: Any = type("Bar", (tqdm,), members)
         numbers = {"total": self._total(), "initial": self._steps_before(), "miniters": 1}
-        bar = kind(desc=self._title(), unit=self._unit, dynamic_ncols=True, **numbers)
+        bar = kind(desc=self._title(), unit="batch", dynamic_ncols=True, **numbers)
         return counted(iterator, bar, words)
 
     def _total(self) -> int | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.commands.findings import Finding, has_problem, in_bytes, printable
 from asyncloader.commands.terminal import FindingPrinter, console_of, encode_all, print_json, print_line, row, text
-from asyncloader.live.client import LoaderSocket, NotWatched, fetch_trace, open_sockets, receive_all, relay
+from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all, relay
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import summary
 
@@ -163,7 +163,7 @@ def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
 
 
 async def _serve_page(path: Path, port: int) -> None:
-    server = LiveServer(lambda: relay(path), partial(fetch_trace, path))
+    server = LiveServer(partial(relay, path))
     try:
         await server.listen_at_port(port)
         print_line(server.url)

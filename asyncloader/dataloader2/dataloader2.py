@@ -15,7 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import torch
 from torch.utils.data import MapDataPipe
@@ -29,10 +29,8 @@ from asyncloader.dataloader2.error import PauseIteration
 from asyncloader.dataloader2.graph._serialization import clone, deserialize_datapipe, serialize_datapipe
 from asyncloader.dataloader2.graph.settings import fix_shuffle_seeds
 from asyncloader.dataloader2.graph.utils import DataPipe
-from asyncloader.dataloader2.graph_statistics import GraphStatistics
 from asyncloader.dataloader2.iterator import DataLoader2Iterator
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator, check_seed
-from asyncloader.dataloader2.run_methods import RunMethods
 from asyncloader.dataloader2.services.interface import (
     CheckpointableReadingServiceInterface,
     ReadingServiceInterface,
@@ -41,9 +39,7 @@ from asyncloader.dataloader2.services.interface import (
     shutdown_parts,
     with_threads,
 )
-from asyncloader.dataloader2.services.worker_streams import Interleaved
 from asyncloader.errors import StateError
-from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.shielding import shielded
 
@@ -64,8 +60,10 @@ RANDOMNESS_STATE_KEY_NAME = "randomness_state"
 POSITION_KEY_NAME = "position"
 """Items of the epoch that were delivered; None between epochs. torchdata's states have no such key."""
 
+_REMOVED = frozenset(("stats", "metrics", "progress", "trace", "dashboard", "explain"))
 
-class DataLoader2(RunMethods[T_co]):
+
+class DataLoader2(Generic[T_co]):
     """Reads a graph of datapipes.
 
     The graph and the reading service are cloned by pickle, so that the caller's stay as they are; with lambdas only if
@@ -110,8 +108,7 @@ class DataLoader2(RunMethods[T_co]):
         with torch.random.fork_rng(devices=()):
             self._seed_generator = SeedGenerator()
         self._initial_seed_generator = clone(self._seed_generator)
-        # The loader's count of items at the beginning of this epoch; None between epochs.
-        self._epoch_base: int | None = None
+        self._delivered: int | None = None  # items of this epoch up to the position; None between epochs
         # If set, the next `iter()` begins the last epoch again, and drops this number of items.
         self._resume_at: int | None = None
         self._to_drop = 0
@@ -119,28 +116,25 @@ class DataLoader2(RunMethods[T_co]):
         self._read_by = ""  # describes the reader of the epoch that the position is in
         self._shuffle_seeds: list[int] | None = None  # of that epoch, if no service has set them
         self._with_threads: list[Any] = []  # the parts that `shutdown` ends: not every service does
-        self._statistics = GraphStatistics()
-        self._dashboard = LoaderDashboard()
         self._adapt()
         self._terminated = False
 
     def __getstate__(self) -> dict[str, Any]:
-        own = dict.fromkeys(("_beginning_or_ending", "_reading", "_statistics", "_dashboard"))
-        # A copy has delivered no item itself, and the same position.
-        delivered = self._delivered
-        return {**vars(self), **own, "_epoch_base": None if delivered is None else -delivered}
+        return {**vars(self), **dict.fromkeys(("_beginning_or_ending", "_reading"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._statistics = GraphStatistics()
-        self._dashboard = LoaderDashboard()
         self._make_locks()
 
-    @property
-    def _delivered(self) -> int | None:
-        """Items of this epoch up to the position; None between epochs."""
-        base = self._epoch_base
-        return None if base is None else self._statistics.batches - base
+    if not TYPE_CHECKING:  # which would take any attribute for one of these
+
+        def __getattr__(self, name: str) -> Any:
+            if name in _REMOVED:
+                raise AttributeError(
+                    f"DataLoader2.{name} was removed: DataLoader(graph, batch_size=None, num_workers=...) reads a "
+                    f"graph of datapipes, too, and has {name}()"
+                )
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def _position(self) -> int | None:
@@ -192,7 +186,7 @@ class DataLoader2(RunMethods[T_co]):
     def _begin_epoch(self, datapipe: DataPipe, resume_at: int | None) -> None:
         """Begin the next epoch, or with a position the last epoch again. If that fails, it can be tried again."""
         self._datapipe_iter = None  # the last reference: its finalizers end the epoch before
-        self._epoch_base, self._resume_at = None, resume_at
+        self._delivered, self._resume_at = None, resume_at
         if self._is_paused:
             self._resume()
         if resume_at is not None:
@@ -204,21 +198,15 @@ class DataLoader2(RunMethods[T_co]):
             self._seed_generator.seed(self._seed)
             self._reset_seed = False
         self._initial_seed_generator = clone(self._seed_generator)
-        self._statistics.begin_epoch()
         try:
-            datapipe = self._prepare(datapipe, resume_at)
-            if not isinstance(datapipe, Interleaved):
-                self._statistics.time_items()
-            self._datapipe_iter = iter(datapipe)
+            self._datapipe_iter = iter(self._prepare(datapipe, resume_at))
         except BaseException:
-            self._statistics.leave()
             # A second attempt gets the same seeds.
             self._seed_generator = clone(self._initial_seed_generator)
             raise
         self._reset_iter = self._interrupted = False
         self._resume_at = None
-        self._to_drop = resume_at or 0
-        self._epoch_base = self._statistics.batches - self._to_drop
+        self._delivered = self._to_drop = resume_at or 0
 
     def _prepare(self, datapipe: DataPipe, resume_at: int | None) -> DataPipe:
         """Prepare the graph for an epoch."""
@@ -228,7 +216,6 @@ class DataLoader2(RunMethods[T_co]):
             datapipe = await_parts(datapipe)
             self.datapipe = datapipe = datapipe if service is None else self._initialize(service, datapipe)
             self._with_threads = with_threads(datapipe)
-            self._watch(datapipe)
             self._adapted = True
         if service is None:
             seeds = fix_shuffle_seeds(
@@ -271,10 +258,9 @@ class DataLoader2(RunMethods[T_co]):
 
     def _end_epoch(self) -> None:
         """Note that the graph has no more items."""
-        self._statistics.leave()
         # After `shutdown` it is not the end of the epoch: the position stays that of the last item.
         if not self._terminated:
-            self._epoch_base = None
+            self._delivered = None
             if self.reading_service is not None:
                 self.reading_service.finalize_iteration()
 
@@ -314,26 +300,11 @@ class DataLoader2(RunMethods[T_co]):
             end_soon(_end, source, self.reading_service, self._with_threads)
 
     def shutdown(self) -> None:
-        """End the epoch, the processes and threads that read for it, the page and the trace; wait for them. Idempotent.
-
-        Raises:
-            OSError: the trace cannot be written.
-        """
-        try:
-            self._end_reading()
-        finally:
-            try:
-                if (dashboard := self._dashboard.end()) is not None:
-                    dashboard.close()
-            finally:
-                self._statistics.finish_trace()
-
-    def _end_reading(self) -> None:
+        """End the epoch, and the processes and threads that read for it; wait for them. Idempotent."""
         with self._beginning_or_ending:
             if self._terminated:
                 return
             self._terminated = True
-            self._statistics.leave()
             source, self._datapipe_iter = [self._datapipe_iter], None
         # Without the lock: no epoch begins any more, and this may wait for processes.
         _end(source, self.reading_service, self._with_threads)
@@ -459,7 +430,6 @@ def _renew_locks() -> None:
     # Those that a thread of the parent held at the fork would never be free.
     for each in list(_loaders):
         each._make_locks()
-        each._statistics.renew_lock()
 
 
 def _end(source: list[Any], service: ReadingServiceInterface | None, parts: list[Any]) -> None:

@@ -5,9 +5,7 @@ Data path: graph -> reading service -> DataLoader2 -> [iterator] -> the user.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from time import perf_counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncloader.dataloader2.error import PauseIteration
@@ -37,12 +35,10 @@ class DataLoader2Iterator(Iterator[T_co]):
         self.limit_counter: int | None = None
         self.limit_threshold: int | None = None
         self._counts = True  # each item as delivered; False: `_count` does
-        dataloader._statistics.use()
 
     def __next__(self) -> T_co:
         # All in one function: an item may be a single number, which takes little longer than the calls on its way.
         loader = self.dataloader
-        statistics = loader._statistics
         try:
             with loader._reading:
                 if self.iterator_id != loader.valid_iterator_id:
@@ -54,19 +50,7 @@ class DataLoader2Iterator(Iterator[T_co]):
                     source = loader._datapipe_iter
                     if source is None:
                         raise StopIteration
-                    if statistics.by_chunk:
-                        item: T_co = next(source)
-                    else:
-                        statistics.waiting_since = began = perf_counter()
-                        looked = statistics.begin_look(began) if began >= statistics.look_at else None
-                        try:
-                            item = next(source)
-                        finally:
-                            now = perf_counter()
-                            statistics.waiting_since = None
-                            statistics.wait_s += now - began
-                        if looked is not None:
-                            statistics.end_look(began, now, looked)
+                    item: T_co = next(source)
                 except PauseIteration:
                     raise StopIteration from None
                 except StopIteration:
@@ -74,7 +58,7 @@ class DataLoader2Iterator(Iterator[T_co]):
                     raise
                 except Exception:
                     if self.iterator_id == loader.valid_iterator_id:
-                        loader._end_reading()
+                        loader.shutdown()
                     raise
                 if self.limit_threshold is not None:
                     self._count_to_limit(self.limit_threshold)
@@ -86,15 +70,15 @@ class DataLoader2Iterator(Iterator[T_co]):
                 loader._interrupted = True
             raise
         # No calls from here on, so that Ctrl-C can come only before the item is counted, and it is read again then.
-        if self._counts and self.iterator_id == loader.valid_iterator_id:
-            statistics.batches += 1
+        if self._counts and self.iterator_id == loader.valid_iterator_id and loader._delivered is not None:
+            loader._delivered += 1
         return item
 
     def _count(self) -> None:
         """Count an item as delivered: a loader that resumes from a state does not give it again."""
         loader = self.dataloader
-        if self.iterator_id == loader.valid_iterator_id:
-            loader._statistics.batches += 1
+        if self.iterator_id == loader.valid_iterator_id and loader._delivered is not None:
+            loader._delivered += 1
 
     def _count_to_limit(self, limit: int) -> None:
         assert self.limit_counter is not None
@@ -132,10 +116,3 @@ class DataLoader2Iterator(Iterator[T_co]):
         if source is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(source, name)
-
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # A loop that was left: the time from then on is not that of an epoch. The attribute is missing in a copy whose
-        # making failed.
-        loader = vars(self).get("dataloader")
-        if loader is not None and not exiting() and self.iterator_id == loader.valid_iterator_id:
-            loader._statistics.leave()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -14,10 +13,7 @@ from asyncloader.loader import DataLoader
 from asyncloader.ranks.topology import topology
 from asyncloader.telemetry.metrics import Metric, MetricSample
 
-if TYPE_CHECKING:
-    from asyncloader.dataloader2 import DataLoader2
-
-Loader: TypeAlias = "DataLoader[Any] | AsyncDataLoader[Any] | DataLoader2[Any]"
+Loader: TypeAlias = "DataLoader[Any] | AsyncDataLoader[Any]"
 
 
 class ExportedLoaders:
@@ -39,7 +35,7 @@ class ExportedLoaders:
         Raises:
             TypeError: it is no loader of asyncloader.
         """
-        if not isinstance(loader, (DataLoader, AsyncDataLoader)) and not _is_graph_loader(loader):
+        if not isinstance(loader, (DataLoader, AsyncDataLoader)):
             raise TypeError(f"{name} should be a loader of asyncloader, but is a {type(loader).__name__}")
         self._ranks[name] = _rank(loader)
         self._loaders[name] = weakref.ref(loader)
@@ -61,16 +57,5 @@ class ExportedLoaders:
         return {name: metric._replace(samples=samples) for name, (metric, samples) in merged.items()}
 
 
-def _is_graph_loader(loader: Any) -> bool:
-    # Not imported here: that would add forms to torch's datapipes. Where no code has imported it, this is not one.
-    module = sys.modules.get("asyncloader.dataloader2.dataloader2")
-    return module is not None and isinstance(loader, module.DataLoader2)
-
-
 def _rank(loader: Loader) -> int:
-    if not _is_graph_loader(loader):
-        return topology(getattr(loader, "_spec", loader)).rank
-    # The ranks of a graph are always those of the whole process group.
-    return (
-        torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
-    )
+    return topology(getattr(loader, "_spec", loader)).rank

@@ -24,7 +24,6 @@ from asyncloader.service.protocol.sockets import check_peer
 from asyncloader.socket_folder import folder, sockets
 
 _MOST_LINE = 1 << 22
-_MOST_TRACE = 1 << 28
 _CONNECT_S = 5.0
 
 
@@ -79,13 +78,12 @@ class LoaderSocket:
         self._sock.close()
 
 
-def _connect(path: Path, request: bytes = b"follow") -> socket.socket:
+def _connect(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(_CONNECT_S)
         sock.connect(str(path))
         check_peer(sock)
-        sock.sendall(request + b"\n")
     except OSError as error:
         sock.close()
         if isinstance(error, ConnectionRefusedError) and path.parent == folder() and not _runs(path):
@@ -169,29 +167,5 @@ async def relay(path: Path) -> AsyncGenerator[bytes]:
             yield line.rstrip()
     except (ConnectionError, ValueError):  # it has ended; or the line is too long
         return
-    finally:
-        writer.transport.abort()
-
-
-async def fetch_trace(path: Path, seconds: float) -> bytes:
-    """Return a trace of a loader's last or next seconds, as a .json.gz file.
-
-    Raises:
-        OSError: the loader has ended, or has no such trace.
-    """
-    try:
-        sock = _connect(path, f"trace?seconds={seconds:.0f}".encode())
-    except NotWatched as error:
-        raise OSError(str(error)) from None
-    sock.setblocking(False)
-    reader, writer = await asyncio.open_unix_connection(sock=sock, limit=_MOST_LINE)
-    try:
-        head = json.loads(await reader.readuntil(b"\n"))
-        nbytes = head.get("bytes") if isinstance(head, dict) else None
-        if not isinstance(nbytes, int) or not 0 < nbytes <= _MOST_TRACE:
-            raise OSError(f"{path} sends no trace of a loader")
-        return await reader.readexactly(nbytes)
-    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError, ValueError, RecursionError):
-        raise OSError("the loader has ended before the trace was complete") from None
     finally:
         writer.transport.abort()

@@ -26,7 +26,6 @@ from asyncloader.bridge import Bridge
 from asyncloader.epoch.sync_inline import close_at_exit
 from asyncloader.errors import LoaderClosed
 from asyncloader.live.live_server import LiveServer
-from asyncloader.live.page_trace import TraceDownload
 from asyncloader.live.snapshot import Reading, Snapshots
 from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.statistics import Statistics
@@ -52,8 +51,7 @@ class Dashboard:
     def __init__(self, loader: Any, read: Callable[[Any], Reading], statistics: Statistics) -> None:
         self._owner = os.getpid()
         self._statistics = statistics
-        traces = TraceDownload(statistics, type(loader).__name__)
-        self._server = server = LiveServer(partial(_lines, weakref.ref(loader), read), traces.take)
+        self._server = server = LiveServer(partial(_lines, weakref.ref(loader), read))
         self._bridge = bridge = Bridge()
         # Before the first socket: a fork in another thread from now on closes it in its child.
         in_forked_child(_close_copies)

@@ -21,19 +21,6 @@ _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\t -~\x80-\xff]*)"
 _HOST = re.compile(rb"(?:127\.0\.0\.1|localhost|\[::1\])(?::[0-9]{1,5})?", re.IGNORECASE)
 
 
-MOST_TRACE_S = 60
-"""Seconds that a trace covers, at most."""
-
-_TRACE = re.compile(rb"trace\?seconds=([1-9][0-9]?)")
-
-
-class Answer200(NamedTuple):
-    """The request gets the page, the stream of snapshots, or a trace of so many seconds."""
-
-    kind: Literal["page", "events", "trace"]
-    seconds: int = 0
-
-
 class AnswerError(NamedTuple):
     """The request gets a text."""
 
@@ -42,8 +29,8 @@ class AnswerError(NamedTuple):
     location: str = ""
 
 
-def answer(head: bytes, token: str) -> Answer200 | AnswerError:
-    """Decide on a request.
+def answer(head: bytes, token: str) -> Literal["page", "events"] | AnswerError:
+    """Decide on a request: it gets the page, the stream of snapshots, or an error.
 
     Args:
         head: its line and headers, with the empty line at their end.
@@ -58,28 +45,14 @@ def answer(head: bytes, token: str) -> Answer200 | AnswerError:
     if len(hosts) != 1 or not _HOST.fullmatch(hosts[0]):
         return AnswerError("403 Forbidden", "use the address with 127.0.0.1 or localhost, as it was given")
     method, path = request.groups()
-    if method not in (b"GET", b"POST"):
-        return AnswerError("405 Method Not Allowed", "GET and POST only")
+    if method != b"GET":
+        return AnswerError("405 Method Not Allowed", "GET only")
     given, slash, rest = path[1:].partition(b"/")
     # Compared in constant time, so that the time of the answer does not say how many characters were right.
     if not compare_digest(given, token.encode()):
         return AnswerError("403 Forbidden", "the address has a secret in it: use the whole of it")
     if not slash:
         return AnswerError("308 Permanent Redirect", "the page's address ends with a slash", f"/{token}/")
-    seconds = trace_seconds(rest)
-    # A trace may have to be recorded first. So it is no GET, which a browser may send again, or ahead of a click.
-    if (method == b"POST") != (seconds is not None):
-        return AnswerError("405 Method Not Allowed", "POST for a trace, GET for all else")
-    if seconds is not None:
-        return Answer200("trace", seconds)
-    if rest == b"":
-        return Answer200("page")
-    if rest == b"events":
-        return Answer200("events")
+    if rest in (b"", b"events"):
+        return "events" if rest else "page"
     return AnswerError("404 Not Found", "there is no such page")
-
-
-def trace_seconds(request: bytes) -> int | None:
-    """Read the seconds of a request for a trace, 1 to `MOST_TRACE_S`; None: it is none."""
-    found = _TRACE.fullmatch(request)
-    return int(found[1]) if found is not None and int(found[1]) <= MOST_TRACE_S else None

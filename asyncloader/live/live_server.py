@@ -3,28 +3,26 @@
 Data path: loader -> reading -> snapshot -> [live_server] -> terminal view, browser.
 
 It runs in one event loop's thread. The number of connections, the size and the time of a request, and the bytes that
-wait for a slow reader are bounded. No request changes anything, but that a loader may record a trace for a request.
-
-A connection to the Unix socket begins with a line: ``follow``, which is answered by lines of JSON, or a request for a
-trace, which is answered by a line of JSON with the number of bytes, and the bytes.
+wait for a slow reader are bounded. No request changes anything. A connection to the Unix socket gets lines of JSON.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import base64
+import hashlib
 import logging
+import re
 import secrets
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from asyncloader.live.broadcast import EVENTS, LINES, Broadcast
-from asyncloader.live.http_requests import MOST_HEAD, Answer200, AnswerError, answer, trace_seconds
-from asyncloader.live.page import CONTENT_SECURITY_POLICY, PAGE
+from asyncloader.live.http_requests import MOST_HEAD, AnswerError, answer
 from asyncloader.service.protocol.sockets import check_peer
 from asyncloader.socket_folder import bind_socket
 
@@ -33,14 +31,14 @@ _log = logging.getLogger("asyncloader")
 _REQUEST_S = 5.0
 _MOST_CONNECTIONS = 32
 _SEND_BYTES = 1 << 16  # that the kernel keeps for a connection; a reader that is slower gets fewer lines
-_PART_BYTES = 1 << 16  # of a trace, which a reader must take within `_REQUEST_S`
 _PAUSE_S = 0.1  # without new connections after one could not be accepted
 _HEADERS = (
     "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n"
     "Cross-Origin-Resource-Policy: same-origin\r\nCross-Origin-Opener-Policy: same-origin\r\nConnection: close\r\n"
 )
-# No error, which a browser would report on its console: the loader has ended since the request.
-_NO_TRACE = f"HTTP/1.1 204 No Content\r\n{_HEADERS}\r\n".encode()
+
+PAGE = Path(__file__).with_name("page.html").read_bytes()
+"""The page: HTML with its style and script, and nothing from elsewhere."""
 
 _Serve: TypeAlias = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -50,18 +48,10 @@ class LiveServer:
 
     Args:
         feed: see `Broadcast`.
-        take_trace: returns a trace of the last or next seconds, as a .json.gz file; None: no traces can be had. Raises
-            OSError: the loader has ended.
     """
 
-    def __init__(
-        self,
-        feed: Callable[[], AsyncGenerator[bytes]],
-        take_trace: Callable[[float], Coroutine[Any, Any, bytes]] | None = None,
-    ) -> None:
+    def __init__(self, feed: Callable[[], AsyncGenerator[bytes]]) -> None:
         self.broadcast = Broadcast(feed)
-        self._take_trace = take_trace
-        self._await_trace: set[asyncio.StreamWriter] = set()  # browsers, to which nothing was sent yet
         self._token = secrets.token_urlsafe(24)
         self._listeners: list[socket.socket] = []
         self._connections: dict[asyncio.Task[None], socket.socket] = {}  # the oldest first
@@ -156,57 +146,26 @@ class LiveServer:
             transport.abort()
 
     async def _serve_lines(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(_REQUEST_S):
-            request = (await reader.readuntil(b"\n")).rstrip()
         self._in_use()
-        if request == b"follow":
-            await self.broadcast.follow(reader, writer, LINES)
-            return
-        seconds = trace_seconds(request)
-        if seconds is None or self._take_trace is None:
-            return
-        data = await _unless_it_leaves(reader, self._take_trace(seconds))
-        if data is not None:
-            writer.write(json.dumps({"bytes": len(data)}).encode() + b"\n")
-            await _send_parts(writer, data)
+        await self.broadcast.follow(reader, writer, LINES)
 
     async def _serve_http(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(_REQUEST_S):
             head = await reader.readuntil(b"\r\n\r\n")
         found = answer(head, self._token)
-        if isinstance(found, Answer200):
+        if not isinstance(found, AnswerError):
             self._in_use()
-        if isinstance(found, Answer200) and found.kind == "events":
+        if found == "events":
             writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{_HEADERS}\r\n".encode())
             await self.broadcast.follow(reader, writer, EVENTS)
             return
-        if isinstance(found, Answer200) and found.kind == "trace":
-            await self._serve_trace(reader, writer, found.seconds)
-        else:
-            writer.write(_text(found) if isinstance(found, AnswerError) else _page())
+        writer.write(_text(found) if isinstance(found, AnswerError) else _page())
         writer.write_eof()
         # Read to the end: if bytes are unread when a socket is closed, the kernel resets the connection, and the client
         # may lose the answer.
         async with asyncio.timeout(_REQUEST_S):
             while await reader.read(MOST_HEAD):
                 pass
-
-    async def _serve_trace(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: int) -> None:
-        if self._take_trace is None:
-            writer.write(_text(AnswerError("404 Not Found", "a node has no trace: its loaders have")))
-            return
-        self._await_trace.add(writer)
-        try:
-            data = await _unless_it_leaves(reader, self._take_trace(seconds))
-        except OSError as error:
-            _log.debug("no trace for a page: %s", error)
-            writer.write(_NO_TRACE)
-            return
-        finally:
-            self._await_trace.discard(writer)
-        if data is not None:
-            writer.write(_head("200 OK", "application/gzip", len(data)))
-            await _send_parts(writer, data)
 
     def _in_use(self) -> None:
         """The connection is granted: another connection does not take its place."""
@@ -231,37 +190,10 @@ class LiveServer:
         self._listeners.clear()
         # The last lines are on their way when this returns; readers that are slow lose them.
         await self.broadcast.close()
-        for writer in self._await_trace:
-            writer.write(_NO_TRACE)
         for task in [*self._connections]:
             task.cancel()
         if self._connections:
             await asyncio.wait(self._connections)
-
-
-async def _unless_it_leaves(reader: asyncio.StreamReader, work: Coroutine[Any, Any, bytes]) -> bytes | None:
-    """Return the outcome of `work`; None, and `work` is cancelled, if the other end closes the connection first."""
-    loop = asyncio.get_running_loop()
-    making, leaving = loop.create_task(work), loop.create_task(reader.read(1))
-    try:
-        await asyncio.wait((making, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return making.result() if making.done() else None
-    finally:
-        for task in (making, leaving):
-            task.cancel()
-        await asyncio.wait((making, leaving))
-        # Retrieved: else asyncio logs an error that no caller gets.
-        for task in (making, leaving):
-            if not task.cancelled():
-                task.exception()
-
-
-async def _send_parts(writer: asyncio.StreamWriter, data: bytes) -> None:
-    """Send data to a reader of any speed that goes on reading. Raises TimeoutError."""
-    for start in range(0, len(data), _PART_BYTES):
-        writer.write(data[start : start + _PART_BYTES])
-        async with asyncio.timeout(_REQUEST_S):
-            await writer.drain()
 
 
 def _head(status: str, kind: str, nbytes: int, more: str = "") -> bytes:
@@ -275,5 +207,15 @@ def _text(found: AnswerError) -> bytes:
 
 
 def _page() -> bytes:
-    policy = f"Content-Security-Policy: {CONTENT_SECURITY_POLICY}\r\n"
-    return _head("200 OK", "text/html; charset=utf-8", len(PAGE), policy) + PAGE
+    """The page, with the header by which a browser uses its own script and style alone, and its own stream."""
+    policy = (
+        f"default-src 'none'; script-src {_hashes(b'script')}; style-src {_hashes(b'style')}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return _head("200 OK", "text/html; charset=utf-8", len(PAGE), f"Content-Security-Policy: {policy}\r\n") + PAGE
+
+
+def _hashes(tag: bytes) -> str:
+    parts = re.findall(rb"<" + tag + rb">(.*?)</" + tag + rb">", PAGE, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(each).digest()).decode() for each in parts)
+    return " ".join(f"'sha256-{digest}'" for digest in digests)

@@ -64,7 +64,6 @@ def read(
         workers=[*read_workers(pool)],
         decodes_apart=config is None or not config.concurrent,
         verdict=None if config is None else diagnose_run(spec, statistics),
-        traced=(trace := statistics.trace) is not None and trace.owned and trace.file is not None,
     )
 
 

@@ -8,13 +8,13 @@ Rates are those between two readings; without an earlier reading, those of the w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from asyncloader.telemetry.counters import STAGES, Stage, stage_sum
 from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.figures import NODE_FIGURES, STAGE_HELP
 
-VERSION = 4
+VERSION = 5
 """Of the dictionary, and of that of a node; grows when a key changes its meaning or goes."""
 
 # The stages in which a worker makes a batch, and those of this process that a waiting consumer may wait for.
@@ -79,8 +79,6 @@ class Reading(NamedTuple):
         workers: of the newest iterator, while they run.
         decodes_apart: whether decoding is no part of the time of fetching.
         verdict: None before the first batch.
-        traced: whether a trace is on, so that its last seconds can be had.
-        unit: what is delivered.
     """
 
     name: str
@@ -97,8 +95,6 @@ class Reading(NamedTuple):
     workers: Sequence[WorkerReading]
     decodes_apart: bool
     verdict: Diagnosis | None
-    traced: bool
-    unit: Literal["batches", "items"] = "batches"
 
 
 class Snapshots:
@@ -122,19 +118,18 @@ class Snapshots:
             "pid": now.pid,
             "time": now.time,
             "place": now.place,
-            "unit": now.unit,
             "state": _state(now, grown),
             "waiting_s": now.waiting_s,
             "rates": {
                 "interval_s": interval,
-                **{f"{name}_per_s": grown.rate(f"data/{name}") for name in _RATES if f"data/{name}" in stats},
+                **{f"{name}_per_s": grown.rate(f"data/{name}") for name in ("batches", "samples", "bytes")},
                 "wait_frac": min(1.0, grown.rate("data/wait_s")),
             },
             "wait_by_stage": _wait_by_stage(now, grown),
             "totals": {
                 "epochs": now.epochs,
                 "elapsed_s": now.elapsed_s,
-                **{name: stats[f"data/{name}"] for name in _TOTALS if f"data/{name}" in stats},
+                **{name: stats[f"data/{name}"] for name in _TOTALS},
             },
             "stages": _stages(stats),
             "workers": [
@@ -143,7 +138,6 @@ class Snapshots:
             "store": _store(stats),
             "nodes": _nodes(stats),
             "verdict": _verdict(now.verdict),
-            "traced": now.traced,
         }
 
     def _changed(self, worker: WorkerReading, clock: float) -> tuple[int, float]:
@@ -168,7 +162,6 @@ def _worker(worker: WorkerReading, now: Reading, grown: _Growth, since: float) -
     }
 
 
-_RATES = ("batches", "samples", "bytes")
 _TOTALS = (
     "batches",
     "samples",
@@ -254,10 +247,9 @@ def _stages(stats: Mapping[str, float]) -> list[dict[str, Any]]:
     ]
 
 
-def _store(stats: Mapping[str, float]) -> dict[str, float] | None:
-    """The figures of stores that are not 0; None: the loader does not know what is read from stores."""
-    known = {key: value for key, value in stats.items() if key.startswith("store/")}
-    return {key: value for key, value in known.items() if value} if known else None
+def _store(stats: Mapping[str, float]) -> dict[str, float]:
+    """The figures of stores that are not 0."""
+    return {key: value for key, value in stats.items() if key.startswith("store/") and value}
 
 
 def _nodes(stats: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -311,15 +303,13 @@ def summary(snapshot: Mapping[str, Any]) -> dict[str, str]:
     """Return the most telling figures as texts, by name: a notebook's table, or the lines of a terminal."""
     rates, totals, verdict = snapshot["rates"], snapshot["totals"], snapshot["verdict"]
     by_stage = ", ".join(f"{each['stage']} {each['share']:.0%}" for each in snapshot["wait_by_stage"][:3])
-    unit, has_samples = snapshot["unit"], "samples" in totals
     texts = {
-        "rate": f"{rates['batches_per_s']:.3g} {unit}/s"
-        + (f", {rates['samples_per_s']:.3g} samples/s" if has_samples else ""),
+        "rate": f"{rates['batches_per_s']:.3g} batches/s, {rates['samples_per_s']:.3g} samples/s",
         "waits": f"{rates['wait_frac']:.0%} of the time" + (f": {by_stage}" if by_stage else ""),
-        "delivered": f"{totals['batches']:.0f} {unit}" + (f", {totals['samples']:.0f} samples" if has_samples else ""),
+        "delivered": f"{totals['batches']:.0f} batches, {totals['samples']:.0f} samples",
     }
-    if lost := totals.get("worker_restarts", 0) + totals.get("worker_retirements", 0):
+    if lost := totals["worker_restarts"] + totals["worker_retirements"]:
         texts["workers replaced"] = f"{lost:.0f}"
-    if skipped := totals.get("skipped_samples", 0):
+    if skipped := totals["skipped_samples"]:
         texts["samples skipped"] = f"{skipped:.0f}"
     return {**texts, "verdict": verdict["text"]}

@@ -128,13 +128,10 @@ class Span(NamedTuple):
 
 
 class Unit(NamedTuple):
-    """A span with the spans within it; and its batch, if it is part of the way of one."""
+    """A span with the spans within it."""
 
     outer: Span
     inner: Sequence[Span]
-    way: tuple[int, int] | None
-    point: int
-    """Where the arrow of its batch is bound."""
 
 
 def nested(outer: Span, spans: Iterable[Span]) -> list[Span]:
@@ -197,7 +194,6 @@ def _join_clocks(made: Iterable[MadeRecord], spans: Iterable[TaskSpans | None]) 
 
 # ------------------------------------------------------------------------------------------------ tracks
 
-_Key: TypeAlias = tuple[int, int]  # of a batch: the iterator and the number
 _Group: TypeAlias = tuple[int, str]  # of lanes: the first lane's number, and the name
 
 _MAIN = 1  # the track of the loader's process
@@ -223,13 +219,10 @@ class _Maker:
         """The part of a span that lies in the trace's time; it may be empty."""
         return Span(name, self._at(begin), self._at(end), figures)
 
-    def _add(
-        self, track: int, group: _Group, outer: Span, *inner: Span, way: _Key | None = None, at: float | None = None
-    ) -> None:
-        """Add a span, if it is not empty. `way`: of that batch's way; its arrow is bound at `at`, or at the begin."""
+    def _add(self, track: int, group: _Group, outer: Span, *inner: Span) -> None:
+        """Add a span, if it is not empty."""
         if outer.begin < outer.end:
-            point = outer.begin if at is None else max(outer.begin, min(self._at(at), outer.end))
-            self._units[track, group].append(Unit(outer, nested(outer, inner), way, point))
+            self._units[track, group].append(Unit(outer, nested(outer, inner)))
 
     def _instant(self, track: int, at: float, name: str, figures: Mapping[str, Any]) -> None:
         self._instants.append((self._at(at), track, name, figures))
@@ -256,29 +249,23 @@ class _Maker:
         for each, of_task in zip(made, spans, strict=True):
             key = each.run, each.seq
             batch = taken.get(key)
-            mine = batch is None or batch.worker == each.source.worker  # else another worker's was delivered
-            self._made(each, of_task, offsets.get(each.source.node, 0.0), key if mine else None)
-            if mine:
+            self._made(each, of_task, offsets.get(each.source.node, 0.0))
+            if batch is None or batch.worker == each.source.worker:  # else another worker's was delivered
                 self._ready(each, ordered.get(key), batch)
         by_worker = {(each.run, each.seq, each.source.worker): each for each in made}
         for batch in taken.values():
             self._batch(batch, by_worker.get((batch.run, batch.seq, batch.worker)))
         self._steps(sorted(taken.values(), key=attrgetter("begin")))
-        # A task whose worker died may go to the worker that has taken its number: its batch came from the last.
-        assigned = {(each.run, each.seq, each.worker): each for each in records if isinstance(each, AssignedRecord)}
         for record in records:
             if isinstance(record, AssignedRecord):
-                key, worker = (record.run, record.seq), record.worker
-                figures = {"iterator": record.run, "batch": record.seq, "worker": worker}
-                span = self._span(f"assign {record.seq}", record.began, record.ended, **figures)
-                mine = key in taken and taken[key].worker == worker and assigned[*key, worker] is record
-                self._add(_MAIN, _LOOP, span, way=key if mine else None)
+                figures = {"iterator": record.run, "batch": record.seq, "worker": record.worker}
+                self._add(_MAIN, _LOOP, self._span(f"assign {record.seq}", record.began, record.ended, **figures))
             elif isinstance(record, StageRecord):
                 self._stage(record)
             elif isinstance(record, EventRecord):
                 self._instant(self._track_of(record.worker), record.at, record.name, record.figures)
 
-    def _made(self, made: MadeRecord, spans: TaskSpans | None, offset: float, way: _Key | None) -> None:
+    def _made(self, made: MadeRecord, spans: TaskSpans | None, offset: float) -> None:
         track, name = self._track(made.source), f"batch {made.seq}"
         figures: dict[str, Any] = {"iterator": made.run, "batch": made.seq, "samples": made.samples}
         figures["bytes"] = made.nbytes
@@ -287,7 +274,7 @@ class _Maker:
         if spans is None:
             # It was asked for before the trace began, or its node knows no traces: then all that is known is how long
             # its worker was busy, which of an asynchronous worker is CPU time.
-            self._add(track, _TASKS, self._span(name, made.sent - made.busy, made.sent, **figures), way=way)
+            self._add(track, _TASKS, self._span(name, made.sent - made.busy, made.sent, **figures))
             return
         if spans.asked:
             figures["queue_ms"] = round(1e3 * max(0.0, spans.begin - offset - spans.asked), 3)
@@ -309,15 +296,14 @@ class _Maker:
                         inner.append(span)
                     else:
                         self._add(track, _READS, span)
-        self._add(track, _TASKS, self._span(name, spans.begin - offset, spans.end - offset, **figures), *inner, way=way)
+        self._add(track, _TASKS, self._span(name, spans.begin - offset, spans.end - offset, **figures), *inner)
 
     def _ready(self, made: MadeRecord, ordered: float | None, batch: BatchRecord | None) -> None:
         """The time from a batch's arrival to its delivery, or to the end of the trace."""
         end = self._begin + self._until / 1e9 if batch is None else max(made.arrived, batch.taken)
-        figures = {} if batch is not None else {"delivered": False}
+        figures: dict[str, Any] = {"iterator": made.run, "batch": made.seq, "delivered": batch is not None}
         early = self._span("order", made.arrived, end if ordered is None else ordered)
-        way = None if batch is None else (made.run, made.seq)
-        self._add(_MAIN, _READY, self._span(f"batch {made.seq} ready", made.arrived, end, **figures), early, way=way)
+        self._add(_MAIN, _READY, self._span(f"batch {made.seq} ready", made.arrived, end, **figures), early)
 
     def _batch(self, batch: BatchRecord, made: MadeRecord | None) -> None:
         figures: dict[str, Any] = {"iterator": batch.run, "batch": batch.seq}
@@ -327,7 +313,7 @@ class _Maker:
             figures |= {"samples": made.samples, "bytes": made.nbytes}
         outer = self._span(f"batch {batch.seq}", batch.begin, batch.ended, **figures)
         wait, opened = self._span("wait", batch.begin, batch.taken), self._span("open", batch.taken, batch.ended)
-        self._add(_MAIN, _CONSUMER, outer, wait, opened, way=(batch.run, batch.seq), at=batch.taken)
+        self._add(_MAIN, _CONSUMER, outer, wait, opened)
         if batch.copied:
             self._instant(_MAIN, batch.ended, "copied out of the ring", {"batch": batch.seq})
         elif batch.held >= 0:
@@ -359,7 +345,6 @@ class _Maker:
 
     def events(self) -> Iterator[dict[str, Any]]:
         """The trace events."""
-        points: dict[_Key, list[tuple[int, int, int]]] = defaultdict(list)  # of each way: time, track, lane
         left_out: Counter[str] = Counter()
         yield _metadata("process_name", _MAIN, 0, name=f"{self._facts['loader']} (pid {self._facts['pid']})")
         yield _metadata("process_sort_index", _MAIN, 0, sort_index=0)
@@ -376,26 +361,10 @@ class _Maker:
             for lane, unit in placed:
                 for span in (unit.outer, *unit.inner):
                     yield _complete(span, name.replace(" ", "_"), track, first + lane)
-                if unit.way is not None:
-                    points[unit.way].append((unit.point, track, first + lane))
-        yield from _arrows(points)
         for at, track, name, figures in sorted(self._instants, key=lambda each: each[0]):
             event = {"name": name, "cat": "event", "ph": "i", "s": "p", "ts": at / 1e3, "pid": track, "tid": 0}
             yield {**event, "args": dict(figures)} if figures else event
         self._facts["left_out"] = dict(left_out)
-
-
-def _arrows(points: Mapping[_Key, list[tuple[int, int, int]]]) -> Iterator[dict[str, Any]]:
-    """The arrows of each batch that was delivered, through the spans of its way in the order of time."""
-    for number, ((run, seq), found) in enumerate(points.items(), 1):
-        delivered = any(track == _MAIN and _CONSUMER[0] <= lane < _LOOP[0] for _, track, lane in found)
-        if len(found) < 2 or not delivered:
-            continue
-        for index, (at, track, lane) in enumerate(sorted(found)):
-            phase = "s" if not index else "f" if index == len(found) - 1 else "t"
-            event = {"name": "batch", "cat": "way", "ph": phase, "id": number, "ts": at / 1e3, "pid": track}
-            event |= {"tid": lane, "args": {"iterator": run, "batch": seq}}
-            yield event if phase != "f" else {**event, "bp": "e"}
 
 
 def _metadata(kind: str, track: int, lane: int, **figures: Any) -> dict[str, Any]:

@@ -120,15 +120,6 @@ def with_asked(body: bytes, asked_at: Callable[[int, int], float]) -> bytes:
     return _HEAD.pack(epoch, seq, asked, begin, end, own) + body[_HEAD.size :]
 
 
-def with_seq(body: bytes, seq: int) -> bytes:
-    """Set the number of the task. Bytes that are no spans stay as they are."""
-    try:
-        epoch, _, asked, begin, end, own = _head(body)
-    except ValueError:
-        return body
-    return _HEAD.pack(epoch, seq, asked, begin, end, own) + body[_HEAD.size :]
-
-
 def _head(body: bytes) -> tuple[int, int, float, float, float, int]:
     if not _HEAD.size <= len(body) <= MOST_SPAN_BYTES or (len(body) - _HEAD.size) % _SPAN.size:
         raise ValueError(f"broken stream: {len(body)} bytes of spans")

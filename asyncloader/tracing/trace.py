@@ -28,16 +28,15 @@ class Trace:
             raise ValueError(f"last is a number of seconds above 0, got {last!r}")
         # Absolute: the program may change its directory before the file is written.
         path = Path(file).absolute()
-        _check_free(statistics.trace)
+        before = statistics.trace
+        _check_free(before)
         check_writable(path)
         self._statistics = statistics
         self._file = path
         self._recording = Recording(loader, last, statistics.ring_copies, path)
-        # Again if a page has begun or ended its recording in between.
-        while not statistics.set_trace(before := statistics.trace, self._recording):
+        if not statistics.set_trace(before, self._recording):  # another thread has begun or ended one in between
             _check_free(statistics.trace)
-        if before is not None:
-            before.end()  # a page's: it gets the spans so far
+            raise RuntimeError("another thread traces the loader at the same time: begin one trace after the other")
 
     @property
     def file(self) -> Path:
@@ -93,6 +92,5 @@ class Trace:
 
 
 def _check_free(current: Recording | None) -> None:
-    # A parent's trace goes on in the parent, and a page's recording gives way.
-    if current is not None and current.owned and current.file is not None:
+    if current is not None and current.owned:  # else it is a parent's, which goes on in the parent
         raise RuntimeError(f"the loader is being traced already, to {current.file}: end that trace first")

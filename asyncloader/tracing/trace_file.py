@@ -59,14 +59,6 @@ def write(file: Path, trace: TraceEvents) -> None:
         raise
 
 
-def pack(trace: TraceEvents) -> bytes:
-    """Return the content of a .json.gz file."""
-    packed = io.BytesIO()
-    with gzip.GzipFile("", "wb", 6, packed) as raw, io.TextIOWrapper(raw, encoding="utf-8") as text:
-        _write_events(text, trace)
-    return packed.getvalue()
-
-
 def _write_events(text: io.TextIOWrapper, trace: TraceEvents) -> None:
     # Event by event: one string of all would take as much memory as the file.
     text.write('{"displayTimeUnit": "ms", "traceEvents": [\n')

@@ -7,6 +7,7 @@ import gc
 import pickle
 import threading
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from asyncloader.dataloader2 import (
     CheckpointableReadingServiceInterface,
     DataLoader2,
     InProcessReadingService,
+    MultiProcessingReadingService,
     ReadingServiceInterface,
     SequentialReadingService,
 )
@@ -486,3 +488,46 @@ def test_a_child_that_is_forked_while_a_thread_reads() -> None:
         finally:
             GO.set()
         assert reading.result() == [0, 1, 2]
+
+
+class _Wrapped:
+    """Not a datapipe, as a service of a framework's may return, with a method of its own."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.lock = graph, threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.items = iter(self.graph)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.items)
+
+    def twice(self, number: int) -> int:
+        return 2 * number
+
+
+class _Wrapping(MultiProcessingReadingService):
+    def initialize(self, datapipe: Any) -> Any:
+        return _Wrapped(super().initialize(datapipe))
+
+
+def test_a_service_that_returns_no_datapipe() -> None:
+    """Is read as any other, and goes on from a state."""
+    with DataLoader2[Any](numbers(12).sharding_filter(), reading_service=_Wrapping(2)) as loader:
+        assert sorted(loader) == [*range(12)]
+        items: Any = iter(loader)
+        first = [next(items), next(items)]
+        assert items.twice(4) == 8
+        state = loader.state_dict()
+    with DataLoader2[Any](None, reading_service=_Wrapping(2)) as other:
+        other.load_state_dict(state)
+        assert sorted([*first, *other]) == [*range(12)]
+
+
+@pytest.mark.parametrize("name", ["stats", "metrics", "progress", "trace", "dashboard", "explain"])
+def test_what_was_removed_names_what_takes_its_place(name: str) -> None:
+    loader = DataLoader2[Any](numbers(3))
+    with pytest.raises(AttributeError, match=rf"DataLoader\(graph, .* has {name}\(\)"):
+        getattr(loader, name)
+    assert not hasattr(loader, "other")

@@ -25,7 +25,6 @@ from asyncloader.dataloader2.dataloader2 import (
     READING_SERVICE_STATE_KEY_NAME,
     SERIALIZED_DATAPIPE_KEY_NAME,
 )
-from asyncloader.dataloader2.graph_statistics import GraphStatistics
 from asyncloader.dataloader2.iterator import DataLoader2Iterator
 from asyncloader.errors import StateError
 from tests import script_server
@@ -257,19 +256,13 @@ def test_ctrl_c_and_on(workers: int) -> None:
     assert list(iterator) == []  # it is shut down
 
 
-WATCHED = [
-    DataLoader2Iterator.__next__,
-    *(DataLoader2._before_read, DataLoader2._drop_one, DataLoader2._end_epoch),
-    *(GraphStatistics.begin_look, GraphStatistics.end_look),
-]
+WATCHED = [DataLoader2Iterator.__next__, DataLoader2._before_read, DataLoader2._drop_one, DataLoader2._end_epoch]
 
 
-@pytest.mark.parametrize(("workers", "asked"), [(0, False), (0, True), (1, False)])
-def test_ctrl_c_at_every_place(workers: int, asked: bool) -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ctrl_c_at_every_place(workers: int) -> None:
     """Whether or not the item was read already: it comes, once and in order, and is counted once."""
     with DataLoader2[int](numbers(400).sharding_filter(), reading_service=service(workers)) as loader:
-        if asked:
-            loader.stats()
         items, found = iter(loader), list[int]()
         struck = at = 0
         while struck == at:
@@ -285,7 +278,6 @@ def test_ctrl_c_at_every_place(workers: int, asked: bool) -> None:
             assert loader.state_dict()["position"] == at
         assert struck > 3
         assert found + list(items) == list(range(400))
-        assert loader.stats()["data/batches"] == 400
 
 
 def test_the_last_epoch_from_its_beginning() -> None:

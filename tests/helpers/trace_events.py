@@ -8,13 +8,11 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_ARROW = {"name": str, "cat": str, "id": int, "ts": (int, float), "pid": int, "tid": int}
 _KEYS: dict[str, dict[str, Any]] = {
     "X": {"name": str, "cat": str, "ts": (int, float), "dur": (int, float), "pid": int, "tid": int},
     "M": {"name": str, "pid": int, "tid": int, "args": dict},
     "i": {"name": str, "cat": str, "s": str, "ts": (int, float), "pid": int, "tid": int},
     "C": {"name": str, "ts": (int, float), "pid": int, "args": dict},
-    **dict.fromkeys("stf", _ARROW),
 }
 _METADATA = {"process_name", "process_sort_index", "thread_name", "thread_sort_index"}
 
@@ -25,7 +23,7 @@ class Found(NamedTuple):
     Attributes:
         facts: of the whole.
         delivered: iterator and number of each batch that the consumer got, in the order of time.
-        ways: the categories of the spans through which each batch's arrow goes, for those that have one.
+        ways: the categories of each batch's spans in the order of time, for those that workers have made.
         spans: the names of the spans of each track and category, without numbers.
         events: instant events by name: their arguments, with the track's name as `track`.
         tracks: names of all tracks.
@@ -48,7 +46,6 @@ def read_trace(path: Path) -> Found:
     limit = trace["otherData"]["seconds"] * 1e6 + 1
     lanes: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     names: dict[tuple[str, int, int], Any] = {}
-    arrows: dict[int, list[dict[str, Any]]] = defaultdict(list)
     events: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in trace["traceEvents"]:
         kind = event["ph"]
@@ -63,8 +60,6 @@ def read_trace(path: Path) -> Found:
             lane = event["name"], event["pid"], 0 if event["name"].startswith("process") else event["tid"]
             assert lane not in names
             names[lane] = event["args"]
-        elif kind in "stf":
-            arrows[event["id"]].append(event)
         elif kind == "i":
             events[event["name"]].append({**event.get("args", {}), "track": event["pid"]})
     for spans in lanes.values():
@@ -79,8 +74,7 @@ def read_trace(path: Path) -> Found:
     for found in events.values():
         for each in found:
             each["track"] = tracks[each["track"]]
-    ways = _check_arrows(arrows, lanes)
-    assert ways.keys() <= set(delivered)
+    ways = _ways(batches, [each for spans in lanes.values() for each in spans])
     return Found(trace["otherData"], delivered, ways, spans_of, dict(events), list(tracks.values()))
 
 
@@ -120,23 +114,15 @@ def _spans(lanes: dict[tuple[int, int], list[dict[str, Any]]], names: Any) -> di
     return dict(found)
 
 
-def _check_arrows(arrows: Any, lanes: Any) -> dict[tuple[int, int], list[str]]:
-    """Each arrow has a beginning, an end and, in the order of time, its parts; all lie in spans of its batch."""
+def _ways(batches: list[dict[str, Any]], spans: list[dict[str, Any]]) -> dict[tuple[int, int], list[str]]:
+    """The categories of each delivered batch's spans in the order of time, for those that a worker has made."""
     found: dict[tuple[int, int], list[str]] = {}
-    for parts in arrows.values():
-        assert [each["ph"] for each in parts] == ["s", *"t" * (len(parts) - 2), "f"]
-        assert [_time(each) for each in parts] == sorted(_time(each) for each in parts)
-        key = parts[0]["args"]["iterator"], parts[0]["args"]["batch"]
-        assert key not in found, "a batch has one arrow"
-        way = []
-        for each in parts:
-            at = _ns(each["ts"])
-            around = [
-                span
-                for span in lanes[each["pid"], each["tid"]]
-                if _ns(span["ts"]) <= at <= _ns(span["ts"]) + _ns(span["dur"]) and str(key[1]) in span["name"].split()
-            ]
-            assert around, each
-            way.append(around[0]["cat"])
-        found[key] = way
-    return found
+    for each in batches:
+        found[each["args"]["iterator"], each["args"]["batch"]] = []
+    # The consumer may have asked for a batch before it was made: what counts is when it got the batch.
+    for each in sorted(spans, key=lambda each: _time(each) + each["dur"] * (each["cat"] == "consumer")):
+        figures = each.get("args", {})
+        key = figures.get("iterator"), figures.get("batch")
+        if key in found and each["cat"] not in found[key]:
+            found[key].append(each["cat"])
+    return {key: way for key, way in found.items() if len(way) > 1}

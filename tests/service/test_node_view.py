@@ -11,8 +11,8 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.__main__ import main
-from asyncloader.live.client import LoaderSocket, fetch_trace, open_sockets, receive_all
-from tests.helpers.running import PATIENCE_S, run_async
+from asyncloader.live.client import LoaderSocket, open_sockets, receive_all
+from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.serving import serving
 
@@ -82,8 +82,6 @@ def test_loaders_that_come_and_go(tmp_path: Path, capsys: pytest.CaptureFixture[
             lines = shown(capsys, str(opened.path))
             assert f"ok  node                  node at {node.addresses[0]}" in lines
             assert "2 workers, not counted: batches pass the node by" in lines
-            with pytest.raises(OSError, match="has ended"):
-                run_async(fetch_trace(opened.path, 5))
         following(opened, lambda now: not now["sessions"])
     while not opened.ended:
         opened.receive()

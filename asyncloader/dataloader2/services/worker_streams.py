@@ -11,12 +11,10 @@ from __future__ import annotations
 
 import pickle
 import threading
-import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -25,22 +23,17 @@ from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.dataloader2.datapipes.read_ahead import ReadAhead
 from asyncloader.dataloader2.graph._serialization import dumps
-from asyncloader.dataloader2.graph.utils import DataPipe, parts_of
+from asyncloader.dataloader2.graph.utils import DataPipe
 from asyncloader.dataloader2.random._philox import PhiloxEngine
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dispatcher, EpochOrder
 from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, WorkerInfo, reset_graph, worker_graph
 from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
-
-if TYPE_CHECKING:
-    from asyncloader.dataloader2.graph_statistics import GraphStatistics
-    from asyncloader.workers.pool import WorkerPool
 
 
 class Chunk(NamedTuple):
@@ -216,12 +209,6 @@ class Interleaved(IterDataPipe[Any]):
         branches: the dataset of each worker.
         dispatcher: the dispatching process; None: the graph has no such process.
         context: of `multiprocessing`.
-
-    Attributes:
-        method: the start method of the workers.
-        dealt: whether the graph has a dispatching process.
-        parts: the names of the parts that each worker reads.
-        when_started: called when all workers have begun an epoch.
     """
 
     def __init__(self, branches: list[Branch], dispatcher: Dispatcher | None, context: Any) -> None:
@@ -241,38 +228,11 @@ class Interleaved(IterDataPipe[Any]):
             )
             for branch in branches
         )
+        for loader in self._loaders:  # which the user does not see: they have no verdict to act on, and no view
+            loader._asyncloader_state.statistics.untold = False
+            loader._asyncloader_state.dashboard.end()
         self._dispatcher = dispatcher
         self._beginning_or_ending = threading.Lock()
-        self._newest: Callable[[], _StreamsInTurn | None] = _no_items
-        self._statistics: GraphStatistics | None = None
-        self.method = str(context.get_start_method())
-        self.dealt = dispatcher is not None
-        self.parts = names_of(parts_of(branches[0]._datapipe))
-        self.when_started: Callable[[], object] = _no_items
-
-    def count_into(self, statistics: GraphStatistics, *, by_chunk: bool) -> None:
-        """Have these counters join those of the workers' loaders. Call it before the first epoch.
-
-        Args:
-            statistics: the counters.
-            by_chunk: whether the graph ends here.
-        """
-        self._statistics = statistics
-        for number, loader in enumerate(self._loaders):
-            state = loader._asyncloader_state
-            state.statistics = statistics.of_worker(number, len(self._loaders), by_chunk=by_chunk)
-            state.dashboard.end()  # the graph has one
-
-    def pools(self) -> list[WorkerPool | None]:
-        """The processes of each worker, one in each pool; None where they have not started."""
-        newest = [each._asyncloader_state.iterator() for each in self._loaders]
-        return [each._pool if isinstance(each, WorkerIterator) else None for each in newest]
-
-    @property
-    def ready(self) -> int:
-        """Items that have come from the workers and wait for their turn."""
-        items = self._newest()
-        return 0 if items is None else items.ready
 
     def is_replicable(self) -> bool:
         """Return False: the main process has the workers."""
@@ -280,28 +240,15 @@ class Interleaved(IterDataPipe[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         # Not a generator: torch adds lines to an error that a generator raises.
-        items = _StreamsInTurn(self)
-        self._newest = weakref.ref(items)
-        return items
+        return _StreamsInTurn(self)
 
     def begin(self) -> list[Iterator[Chunk]]:
         """Begin the epoch in all workers."""
         # `shutdown` may run in another thread, for a finalizer. It waits until all workers are started, or is first,
         # and then none is.
-        statistics = self._statistics
-        if statistics is not None and not statistics.by_chunk:
-            statistics = None  # the reader of the last part notes that it waits
-        if statistics is not None:
-            statistics.waiting_since = perf_counter()
-        try:
-            with self._beginning_or_ending:
-                assert self._loaders, "the workers have ended"
-                begun: list[Iterator[Chunk]] = [iter(loader) for loader in self._loaders]
-        finally:
-            if statistics is not None:
-                statistics.waiting_since = None
-        self.when_started()
-        return begun
+        with self._beginning_or_ending:
+            assert self._loaders, "the workers have ended"
+            return [iter(loader) for loader in self._loaders]
 
     def explain_death(self, worker: int, error: WorkerDied) -> WorkerDied:
         """Make the error with this worker's number, and with advice for the user of a graph."""
@@ -351,11 +298,6 @@ class _StreamsInTurn(Iterator[Any]):
         self._worker = 0  # whose turn it is
 
     @property
-    def ready(self) -> int:
-        """Items that have come and wait for their turn."""
-        return sum(map(len, self._waiting))
-
-    @property
     def _asyncloader_ready(self) -> bool:
         """Whether the next item has arrived, so that `next` does not wait."""
         return bool(self._waiting and self._waiting[self._worker])
@@ -394,15 +336,6 @@ class _StreamsInTurn(Iterator[Any]):
             self._living.discard(worker)
         if failure is not None:
             self._failures[worker] = failure
-
-
-def names_of(parts: Iterable[Any]) -> list[str]:
-    """Return the names of a graph's parts, as torch's `repr` has them."""
-    return [type(each).__name__.removesuffix("IterDataPipe").removesuffix("MapDataPipe") for each in parts]
-
-
-def _no_items() -> None:
-    """No epoch has begun; or nothing follows from it."""
 
 
 def _pass_through(chunk: Any) -> Any:

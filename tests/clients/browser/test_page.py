@@ -1,5 +1,4 @@
-"""The page of a loader or a node in a browser: it loads without errors, follows the run, can be used by keyboard, and
-gives traces.
+"""The page of a loader or a node in a browser: it loads without errors, follows the run, and can be used by keyboard.
 
 make test-browser        needs Chromium: apt-get install chromium
 """
@@ -18,14 +17,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from asyncloader import DataLoader
-from asyncloader.dataloader2 import DataLoader2
 from tests.helpers.datasets import Numbers
-from tests.helpers.recorded_seconds import Seconds
 from tests.helpers.running import PATIENCE_S, environment
-from tests.helpers.trace_events import Found, read_trace
 from tests.service import definitions
 from tests.service.serving import serving
 
@@ -150,8 +145,6 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
             "! input-bound: compute",
             "✓ nothing to change",
         ]
-        page.keyboard.press("Tab")
-        assert page.evaluate("document.activeElement.textContent") == "Download trace"
         for name in ("Waiting, by stage", "Workers", "Times of stages"):
             page.keyboard.press("Tab")
             focused = page.get_by_role("group", name=name)
@@ -159,7 +152,6 @@ def test_it_is_used_by_keyboard_and_screen_reader(open_page: Open) -> None:
                 focused.get_attribute("aria-labelledby")
             )
         assert page.locator("[aria-live]").count() == 1
-        assert page.get_by_role("status").count() == 1
         assert page.get_by_role("main").count() == 1
         assert page.locator("table thead th:not([scope=col])").count() == 0
         assert page.get_by_role("row", name="fetch").count() >= 1
@@ -192,59 +184,6 @@ def test_every_text_can_be_read(scheme: str, open_page: Open) -> None:
             }"""
         )
         assert worst >= 4.5
-
-
-def saved(page: Any, file: Path, after: Callable[[], object]) -> Found:
-    """Click on "Download trace", do something, and read the file that the browser saves."""
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Download trace").click()
-        after()
-    assert download.value.suggested_filename.endswith(".json.gz")
-    download.value.save_as(file)
-    return read_trace(file)
-
-
-def test_a_trace_of_the_next_seconds(open_page: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no trace is on, one is recorded: progress is shown, it can be cancelled, and the file is a trace."""
-    seconds = Seconds(monkeypatch)
-    with DataLoader[Any](Numbers(40), batch_size=4, num_workers=1, seed=1) as loader:
-        page = open_page(loader.dashboard().url)
-        has_text(page, "#place", "not iterated yet")
-        page.get_by_role("button", name="Download trace").click()
-        has_text(page, "#trace-note", "Recording the next 10 s")
-        assert page.get_by_role("progressbar", name="Recording a trace").get_attribute("max") == "10"
-        seconds.began()
-        page.get_by_role("button", name="Cancel trace").click()
-        has_text(page, "#trace-note", "Cancelled")
-        seconds.ended()
-        assert page.get_by_role("progressbar").count() == 0
-
-        def run() -> None:
-            seconds.began()
-            list(loader)
-            seconds.passed()
-
-        found = saved(page, tmp_path / "a.json.gz", run)
-        assert found.delivered == [(1, seq) for seq in range(10)]
-        assert found.ways.keys() == set(found.delivered)
-        has_text(page, "#trace-note", "Saved")
-        page.get_by_role("button", name="Download trace").click()
-        seconds.began()
-    has_text(page, "#trace-note", "No trace: the loader ended first")
-    assert page.get_by_role("button", name="Download trace").is_disabled()
-
-
-def test_a_trace_of_the_last_seconds(open_page: Open, tmp_path: Path) -> None:
-    """Where a trace is on, its newest seconds come at once; also through `asyncloader top --web`."""
-    with DataLoader[Any](Numbers(40), batch_size=4, num_workers=1, seed=1) as loader:
-        board = loader.dashboard()
-        with loader.trace(tmp_path / "run.json"), top_web(board.socket) as url:
-            list(loader)
-            for address in (board.url, url):
-                page = open_page(address)
-                has_text(page, "#place", "finished")
-                found = saved(page, tmp_path / "a.json.gz", lambda: None)
-                assert found.delivered == [(1, seq) for seq in range(10)]
 
 
 @contextmanager
@@ -281,7 +220,6 @@ def test_a_node_with_two_loaders(open_page: Open, tmp_path: Path) -> None:
             has_text(page, "#sessions", "this machine")
             has_text(page, "#sessions tbody tr:nth-child(1)", "iB of ")
             has_text(page, "#processes tbody tr:nth-child(2)", "pid ")
-            assert not page.get_by_role("button", name="Download trace").is_visible()
             assert page.get_by_role("main").count() == 1
             for name in ("Loaders", "Their workers", "Processes"):
                 assert page.get_by_role("group", name=name).count() == 1
@@ -331,18 +269,3 @@ def test_a_program_that_is_killed_and_started_again(browser: Any, tmp_path: Path
         has_text(page, "#state", "idle")
     context.close()
     assert not errors
-
-
-def test_a_graph_of_datapipes(open_page: Open) -> None:
-    """The page shows its items, and leaves out the figures that it does not have."""
-    with DataLoader2[Any](IterableWrapper(range(30))) as loader:
-        page = open_page(loader.dashboard().url)
-        has_text(page, "#place", "not iterated yet")
-        assert len([*loader]) == 30
-        has_text(page, "#totals", "items")
-        has_text(page, "#totals", "30")
-        has_text(page, "#rate", "items/s")
-        has_text(page, "#stages caption", "message or item")
-        shown = page.locator("#totals").inner_text() + page.locator("#rate-more").inner_text()
-        assert not [word for word in ("samples", "bytes", "restarted", "batches", "ready") if word in shown]
-        assert page.locator("#stores").is_hidden()

@@ -169,7 +169,7 @@ async def test_a_reader_that_is_slow() -> None:
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"POST /x/trace?seconds=9 HTTP/1.1\r\nHost: localhost\r\n\r\n", b"403"),
+        (b"GET /x/ HTTP/1.1\r\nHost: localhost\r\n\r\n", b"403"),
         (b"\x16\x03\x01\x02\x00\r\n\r\n", b"400"),
     ],
 )
@@ -224,85 +224,6 @@ async def test_requests_that_are_refused_hold_no_place() -> None:
         assert (await ask(server, request(server))).startswith(b"HTTP/1.1 200 OK")
         for writer in refused:
             writer.close()
-
-
-class Traces:
-    """Makes a trace once it is allowed to, and counts those that are asked for and those that are left."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.asked: list[float] = []
-        self.left = 0
-        self.begun, self.allowed, self.ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def __call__(self, seconds: float) -> bytes:
-        self.asked.append(seconds)
-        self.begun.set()
-        try:
-            await self.allowed.wait()
-        except asyncio.CancelledError:
-            self.left += 1
-            raise
-        finally:
-            self.ended.set()
-        return self.data
-
-
-@asynccontextmanager
-async def serving_traces(traces: Any) -> AsyncGenerator[LiveServer]:
-    server = LiveServer(Feed(), traces)
-    await server.listen_at_port(0)
-    try:
-        async with TIMEOUT(30):
-            yield server
-    finally:
-        await server.close()
-
-
-def trace_request(server: LiveServer) -> bytes:
-    return request(server, "trace?seconds=7").replace(b"GET", b"POST")
-
-
-@pytest.mark.loops
-async def test_a_trace() -> None:
-    """Comes whole, however large; a reader that leaves ends its making, and one that asks for no trace makes none."""
-    traces = Traces(bytes(range(256)) * 8000)
-    async with serving_traces(traces) as server:
-        _, writer = await connect(server)
-        writer.write(trace_request(server))
-        await traces.begun.wait()
-        writer.close()
-        await traces.ended.wait()
-        assert (traces.left, traces.asked) == (1, [7])
-        traces.allowed.set()
-        head, _, body = (await ask(server, trace_request(server))).partition(b"\r\n\r\n")
-        assert body == traces.data
-        assert b"Content-Type: application/gzip" in head
-        assert f"Content-Length: {len(body)}".encode() in head
-        assert (await ask(server, trace_request(server).replace(b"POST", b"GET"))).split()[1] == b"405"
-        assert traces.asked == [7, 7]
-
-
-@pytest.mark.loops
-async def test_a_trace_that_cannot_be_had() -> None:
-    """Is no error for a browser: the loader has ended, before the request or since."""
-
-    async def ended(_: float) -> bytes:
-        raise OSError("the loader has ended")
-
-    async with serving_traces(ended) as server:
-        assert (await ask(server, trace_request(server))).split()[1] == b"204"
-    traces = Traces(b"")
-    async with serving_traces(traces) as server:
-        reader, writer = await connect(server)
-        writer.write(trace_request(server))
-        await traces.begun.wait()
-        await server.close()
-        assert (await reader.read()).split()[1] == b"204"
-        writer.close()
-        assert traces.left == 1
-    async with serving_traces(None) as server:
-        assert (await ask(server, trace_request(server))).split()[1] == b"404"
 
 
 async def test_a_port_in_use() -> None:

@@ -13,10 +13,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from asyncloader import DataLoader
-from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 from asyncloader.integrations import opentelemetry
 from asyncloader.telemetry.metrics import definitions
-from tests.dataloader2.parts import numbers
 from tests.helpers.datasets import Numbers
 
 
@@ -71,43 +69,4 @@ def test_instruments_have_the_loaders_figures(monkeypatch: pytest.MonkeyPatch) -
     exported.add("valid", again)
     assert sum(1 for _ in again) == 2
     assert values(collected(reader)["asyncloader.data.batches"], loader="valid") == [2]
-    provider.shutdown()
-
-
-def test_graphs_of_datapipes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs with and without workers have the figures of their `metrics()`, items as batches, and no other figures:
-    by OpenTelemetry, and by Prometheus.
-    """
-    reader, registry = InMemoryMetricReader(), pytest.importorskip("prometheus_client").CollectorRegistry()
-    from asyncloader.integrations.prometheus import LoaderCollector
-
-    provider = MeterProvider([reader], shutdown_on_exit=False)
-    service = MultiProcessingReadingService(2, multiprocessing_context="fork", main_prefetch_cnt=0)
-    with (
-        DataLoader2[Any](numbers(8).sharding_filter(), reading_service=service) as graph,
-        DataLoader2[Any](numbers(3)) as plain,
-    ):
-        opentelemetry.instrument(provider, graph=graph, plain=plain)
-        registry.register(LoaderCollector(graph=graph, plain=plain))
-        items = iter(graph)
-        assert [next(items) for _ in range(3)] == [0, 1, 2]
-        assert values(collected(reader)["asyncloader.data.batches"], loader="graph", rank="0") == [3]
-        assert list(items) == [3, 4, 5, 6, 7]
-        assert list(plain) == [0, 1, 2]
-        monkeypatch.setattr(opentelemetry, "_SAME_S", 0.0)
-        got, known = collected(reader), set[str]()
-        for name, loader in (("graph", graph), ("plain", plain)):
-            for metric in loader.metrics():
-                if metric.type in ("counter", "gauge"):
-                    short = metric.name.removeprefix("asyncloader_").removesuffix("_seconds").replace("_", ".", 1)
-                    known.add(f"asyncloader.{short}")
-                    wanted = [sample.value for sample in metric.samples]
-                    assert values(got[f"asyncloader.{short}"], loader=name) == pytest.approx(wanted), short
-                for sample in metric.samples:
-                    labels = {**sample.labels, "loader": name, "rank": "0"}
-                    assert registry.get_sample_value(sample.name, labels) == pytest.approx(sample.value), sample
-        assert got.keys() - known == {f"asyncloader.stage.{each}" for each in ("time", "batches", "quantile")}
-        made = got["asyncloader.stage.batches"]
-        assert all(sum(values(made, loader="graph", stage="write", worker=worker)) > 0 for worker in ("0", "1"))
-        assert values(made, loader="plain", stage="fetch", worker="main")[0] > 0
     provider.shutdown()

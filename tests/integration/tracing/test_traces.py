@@ -84,29 +84,6 @@ def test_without_workers(kind: str, dataset: Any, tmp_path: Path) -> None:
     assert (made["fetch"], made["collate"]) == (10, 10)
 
 
-def test_the_ends_of_leases(tmp_path: Path) -> None:
-    """Come once the last view of a batch has died, also if that is long after the next batch; a lease that goes on has
-    no end.
-    """
-    with (
-        DataLoader[Any](Numbers(40), batch_size=4, num_workers=1) as loader,
-        loader.trace(tmp_path / "a.json") as trace,
-    ):
-        batches = iter(loader)
-        kept = [next(batches) for _ in range(3)]
-        early = read_trace(trace.dump(tmp_path / "early.json"))
-        assert "lease ended" not in early.events
-        del kept[1]
-        last = list(batches)
-        del last
-    found = read_trace(tmp_path / "a.json")
-    leased, ended = ({each["batch"] for each in found.events[name]} for name in ("lease", "lease ended"))
-    assert leased >= {0, 1, 2, 3}  # the ring may have no slot for all: then later batches are copied
-    assert ended == leased - {0, 2}
-    assert {each["track"] for each in found.events["lease ended"]} == {found.tracks[1]}
-    assert len(kept) == 2
-
-
 def test_persistent_workers_and_two_traces(tmp_path: Path) -> None:
     """A trace that begins while workers run has their spans at once, none between two traces, and those of the second
     again; a loader has one trace at a time.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.live.http_requests import Answer200, AnswerError, answer
+from asyncloader.live.http_requests import AnswerError, answer
 
 TOKEN = "s3cret-of-this_run"
 
@@ -15,9 +15,8 @@ def head(target: str, host: str | None = "127.0.0.1:80", method: str = "GET", mo
 @pytest.mark.parametrize("host", ["127.0.0.1:80", "localhost", "LOCALHOST:9000", "[::1]:1"])
 def test_the_page_and_its_stream(host: str) -> None:
     """Are given to whoever has the token, at any name of this machine, through any port."""
-    assert answer(head(f"/{TOKEN}/", host), TOKEN) == Answer200("page")
-    assert answer(head(f"/{TOKEN}/events", host), TOKEN) == Answer200("events")
-    assert answer(head(f"/{TOKEN}/trace?seconds=60", host, "POST"), TOKEN) == Answer200("trace", 60)
+    assert answer(head(f"/{TOKEN}/", host), TOKEN) == "page"
+    assert answer(head(f"/{TOKEN}/events", host), TOKEN) == "events"
 
 
 @pytest.mark.parametrize(
@@ -40,13 +39,6 @@ def test_the_page_and_its_stream(host: str) -> None:
         (head(f"/{TOKEN}/", method="POST"), "405"),
         (head(f"/{TOKEN}/", method="HEAD"), "405"),
         (head(f"/{TOKEN}/events", method="POST"), "405"),
-        (head(f"/{TOKEN}/trace?seconds=10"), "405"),
-        (head("/x/trace?seconds=10", method="POST"), "403"),
-        (head(f"/{TOKEN}/trace?seconds=10", "evil.example", "POST"), "403"),
-        (head(f"/{TOKEN}/trace?seconds=61", method="POST"), "405"),
-        (head(f"/{TOKEN}/trace?seconds=0", method="POST"), "405"),
-        (head(f"/{TOKEN}/trace?seconds=1e1", method="POST"), "405"),
-        (head(f"/{TOKEN}/trace", method="POST"), "405"),
         (head("/ä"), "400"),
         (head(f"http://127.0.0.1/{TOKEN}/"), "400"),
         (head(f"/{TOKEN}/", more=" folded: header\r\n"), "400"),

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from asyncloader.tracing import chrome
 from asyncloader.tracing.chrome import (
-    AssignedRecord,
     BatchRecord,
-    MadeRecord,
-    OrderedRecord,
-    Source,
     Span,
     StageRecord,
     Unit,
@@ -45,7 +41,7 @@ def test_nested_spans(bounds: list[list[int]]) -> None:
 @given(st.lists(BOUNDS))
 def test_lanes(bounds: list[list[int]]) -> None:
     """No two units of a lane overlap, no lane is used without need, and each unit has one."""
-    units = [Unit(Span(str(number), begin, end + 1), [], None, 0) for number, (begin, end) in enumerate(bounds)]
+    units = [Unit(Span(str(number), begin, end + 1), []) for number, (begin, end) in enumerate(bounds)]
     placed, left_out = lanes(units)
     assert not left_out
     assert sorted(unit.outer.name for _, unit in placed) == sorted(unit.outer.name for unit in units)
@@ -59,7 +55,7 @@ def test_lanes(bounds: list[list[int]]) -> None:
 
 def test_lanes_are_bounded() -> None:
     """Units beyond `MOST_LANES` at a time are left out, and counted."""
-    units = [Unit(Span(str(number), number, 1000), [], None, 0) for number in range(chrome.MOST_LANES + 3)]
+    units = [Unit(Span(str(number), number, 1000), []) for number in range(chrome.MOST_LANES + 3)]
     placed, left_out = lanes(units)
     assert (len(placed), left_out) == (chrome.MOST_LANES, 3)
 
@@ -79,19 +75,6 @@ def test_a_fetch_has_its_collation_within() -> None:
         ("fetch", 6e6, 5e6),
         ("collate", 9e6, 1e6),
     ]
-
-
-def test_a_task_of_two_workers() -> None:
-    """Both are seen, and the arrow goes through that whose batch was delivered."""
-    made = [
-        MadeRecord(at, 1, 7, Source(worker, f"pid {worker}", ""), at, 1.0, 4, 16, b"", 0, 0)
-        for worker, at in ((0, 4.0), (1, 3.0))
-    ]
-    assigned = [AssignedRecord(1.0 + worker / 10, 1.05 + worker / 10, 1, 7, worker) for worker in (0, 1)]
-    rest = [OrderedRecord(3.5, 1, 7), BatchRecord(5.5, 1, 7, 1, 1.5, 5.0, 2, 3, copied=False)]
-    found = events([*made, *assigned, *rest], "stf")
-    assert [(each["ph"], each["ts"]) for each in found] == [("s", 1.1e6), ("t", 2e6), ("t", 3e6), ("f", 5e6)]
-    assert len({each["id"] for each in found}) == 1
 
 
 SECONDS = st.floats(0.0, 10.0)
