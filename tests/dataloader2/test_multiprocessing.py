@@ -427,3 +427,38 @@ def test_ctrl_c_within_the_start_of_the_dispatching_process(monkeypatch: pytest.
         with pytest.raises(KeyboardInterrupt):
             dispatching_process.Dispatcher(numbers(4), 2, multiprocessing.get_context("fork"))
     assert own_children() == before
+
+
+class _Wrapped:
+    """Not a datapipe, as a service of a framework's may return, with a method of its own."""
+
+    def __init__(self, graph: Any) -> None:
+        self.graph, self.lock = graph, threading.Lock()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.items = iter(self.graph)
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.items)
+
+    def twice(self, number: int) -> int:
+        return 2 * number
+
+
+class _Wrapping(MultiProcessingReadingService):
+    def initialize(self, datapipe: Any) -> Any:
+        return _Wrapped(super().initialize(datapipe))
+
+
+def test_a_service_that_returns_no_datapipe() -> None:
+    """Is read as any other, and goes on from a state."""
+    with DataLoader2[Any](numbers(12).sharding_filter(), reading_service=_Wrapping(2)) as loader:
+        assert sorted(loader) == [*range(12)]
+        items: Any = iter(loader)
+        first = [next(items), next(items)]
+        assert items.twice(4) == 8
+        state = loader.state_dict()
+    with DataLoader2[Any](None, reading_service=_Wrapping(2)) as other:
+        other.load_state_dict(state)
+        assert sorted([*first, *other]) == [*range(12)]
