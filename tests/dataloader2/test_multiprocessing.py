@@ -6,6 +6,7 @@ import _thread
 import multiprocessing
 import os
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
