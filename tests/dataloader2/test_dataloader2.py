@@ -467,7 +467,8 @@ def test_a_child_that_is_forked_while_a_thread_reads() -> None:
 
 
 @pytest.mark.parametrize("name", ["stats", "metrics", "progress", "trace", "dashboard", "explain"])
-def test_what_was_removed_names_what_takes_its_place(name: str) -> None:
+def test_what_was_removed(name: str) -> None:
+    """The error names what takes its place."""
     loader = DataLoader2[Any](numbers(3))
     with pytest.raises(AttributeError, match=rf"DataLoader\(graph, .* has {name}\(\)"):
         getattr(loader, name)
