@@ -22,7 +22,7 @@ from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.options.auto import SETTABLE, is_auto, set_later
+from asyncloader.options.auto import is_auto, set_workers
 from asyncloader.options.declaration import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
@@ -115,8 +115,7 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             return
         if name == "num_workers":
             _check_auto(value, self._spec._asyncloader_options.seed)
-        if name in SETTABLE:
-            value = set_later(self._spec, name, value)
+            value = set_workers(self._spec, value)
         try:
             setattr(self._spec, name, value)
         except ValueError as error:  # torch forbids setting this attribute

@@ -87,14 +87,8 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
             f"copies: {statistics.ring_copies} of {statistics.batches} batches were copied out of their ring, because "
             "the consumer held more batches than the ring can spare"
         )
-    chosen = {
-        "num_workers": config.auto,
-        "prefetch_factor": config.auto_prefetch,
-        "concurrency": config.auto_concurrency,
-    }
-    for option, auto in chosen.items():
-        # A copy, in one step: the loop's thread may add to them.
-        lines += [] if auto is None else [f"{option}: {words}" for words in list(auto.decisions)]
+    # A copy, in one step: the loop's thread may add to them.
+    lines += [] if config.auto is None else [f"num_workers: {words}" for words in list(config.auto.decisions)]
     lines += _waiting(statistics)
     lines += [] if statistics.watch is None else statistics.watch.lines()
     lines.append(diagnose_run(spec, statistics).text)
@@ -120,8 +114,7 @@ def _workers(config: EpochConfig) -> str:
         where = f"at {config.dataset.service.url}"
     else:
         where = "in threads" if method == THREADS else f"by {method}"
-    ahead = config.credits if config.auto_prefetch is None else config.prefetch_factor
-    return f"{config.num_workers} workers {where}, {keep}, {ahead} batches ahead each, {kind} dataset{streams}"
+    return f"{config.num_workers} workers {where}, {keep}, {config.credits} batches ahead each, {kind} dataset{streams}"
 
 
 def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:

@@ -23,7 +23,7 @@ from asyncloader.errors import StateError
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
 from asyncloader.never_iterated import taken, warn_if_replaced
-from asyncloader.options.auto import SETTABLE, set_later
+from asyncloader.options.auto import choice_of, set_workers
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
     B_co,
@@ -97,7 +97,7 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         try:
             if not self._asyncloader_state.closed:
                 # Before torch's code is on the stack, which warnings would name. A number is chosen for local datasets.
-                choose_workers(self) if vars(self)["num_workers"] == "auto" else ask_dataset(self)
+                choose_workers(self) if choice_of(self) else ask_dataset(self)
             return super().__iter__()  # type: ignore[return-value]
         except Exception as error:
             hide_our_frames(error)
@@ -249,8 +249,8 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
             raise ValueError(fixed_option(name))
-        if name in SETTABLE and "_asyncloader_options" in vars(self):
-            value = set_later(self, name, value)
+        if name == "num_workers" and "_asyncloader_options" in vars(self):
+            value = set_workers(self, value)
         super().__setattr__(name, value)
 
     @property

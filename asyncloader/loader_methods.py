@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -18,7 +18,7 @@ from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.state.single_steps import places_of, without_steps
+from asyncloader.state.single_steps import without_steps
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.memory.live_objects import LiveObjects
@@ -27,8 +27,6 @@ from asyncloader.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from asyncloader.live.dashboard import Dashboard
     from asyncloader.live.snapshot import Reading
-    from asyncloader.progress_bar import EpochProgress
-    from asyncloader.state.single_steps import Place
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
     from asyncloader.tracing.trace import Trace
@@ -86,21 +84,12 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         """
         self._asyncloader_state.keeper.set_epoch(self._asyncloader_spec, epoch)
 
-    def where(self, index: int, *, epoch: int | None = None) -> list[Place]:
-        """Find the batches of all ranks in which a sample comes: a list of (step, rank, number in the batch). Seeded
-        mode only.
-
-        Takes under a millisecond for a dataset of any size whose order the loader computes (`shuffle`). The indices of
-        another sampler are read up to the end, without their samples.
-
-        Args:
-            index: the sample's index in the dataset.
-            epoch: the epoch's number. Default: `epoch`.
-
-        Raises:
-            ValueError: as in `batch_at`; or the samples have no indices (RemoteIterableDataset).
-        """
-        return places_of(self._asyncloader_spec, index, self.epoch if epoch is None else epoch)
+    def where(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises AttributeError: the method is gone."""
+        raise AttributeError(
+            "where() is gone: the batches of loader.clone(dataset=range(len(dataset)), collate_fn=list) are lists of "
+            "indices"
+        )
 
     def skip(self, steps: Iterable[int]) -> None:
         """Leave out steps of the epoch that the next ``iter()`` begins or resumes, without reading them. States that
@@ -177,18 +166,10 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         """
         return diagnose_run(self._asyncloader_spec, self._asyncloader_state.statistics)
 
-    def progress(self) -> EpochProgress[B_co]:
-        """The loader's batches, with a progress bar: ``for batch in loader.progress()``.
-
-        In a terminal, on standard error, tqdm's or rich's bar shows the steps, the rate, the share of waiting in the
-        last seconds, and the bound that `diagnose` finds. Without a terminal, or either package, nothing is shown.
-        Each iteration is a new epoch.
-        """
-        from asyncloader.progress_bar import EpochProgress
-
-        state = self._asyncloader_state
-        return EpochProgress(
-            self, state.statistics, lambda: state.keeper.steps_before, lambda: f"epoch {self.epoch}", self.diagnose
+    def progress(self) -> NoReturn:
+        """Raises AttributeError: the method is gone."""
+        raise AttributeError(
+            "progress() is gone: draw a bar by tqdm(loader), and ask loader.diagnose() what bounds the run"
         )
 
     def trace(self, file: str | os.PathLike[str], *, last: float | None = None) -> Trace:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
-from asyncloader.options.auto import AutoValue
+from asyncloader.options.auto import WorkerChoice, choice_of
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
@@ -38,8 +38,8 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
 
     An error of the dataset ends the trial, with the number at its beginning: the epoch raises it at its place.
     """
-    auto: Any = spec.num_workers
-    if not isinstance(auto, AutoValue) or auto.chosen or spec._asyncloader_options.seed is not None:
+    auto = choice_of(spec)
+    if auto is None or auto.chosen or spec._asyncloader_options.seed is not None:
         return
     auto.chosen = True  # first: a trial that fails is not repeated
     began = perf_counter()
@@ -62,16 +62,16 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
     auto.decisions.extend(trial.decisions)
     # Without the factor that was measured: the trial's consumer takes no time, the epoch's may.
     auto.tuner = WorkerTuner(trial.number)
+    vars(spec)["num_workers"] = trial.number
     auto.decisions.append(f"has {auto.number}, after a trial of {perf_counter() - began:.1f} s")
     _log.info('num_workers="auto" %s', auto.decisions[-1])
 
 
-def _try(spec: LoaderSpec[Any], until: float) -> AutoValue:
+def _try(spec: LoaderSpec[Any], until: float) -> WorkerChoice:
     """Read the dataset until the number has settled, or this time. Returns the trial's choice."""
     from asyncloader.loader import DataLoader
 
     ours, collate = spec._asyncloader_options, spec.collate_fn
-    in_flight: Any = ours.concurrency  # "auto" becomes a choice of the trial's own
     batched = spec.batch_size is not None or spec.batch_sampler is not None
     size = spec.batch_size or getattr(spec.batch_sampler, "batch_size", None)
     with warn_only_of(()):
@@ -89,13 +89,14 @@ def _try(spec: LoaderSpec[Any], until: float) -> AutoValue:
             seed=_SEED,
             rank=0,
             world_size=1,
-            concurrency=in_flight,
+            concurrency=ours.concurrency,
             decode=ours.decode,
             on_error=ours.on_error if ours.on_error != "refill" else "skip",
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
         )
     loader._asyncloader_state.statistics.untold = False  # a trial's verdict is not about the user's run
-    auto: AutoValue = vars(loader)["num_workers"]
+    auto = choice_of(loader)
+    assert auto is not None
     auto.tuner = tuner = WorkerTuner(auto.number, quick=True)
     with loader:
         for _ in loader:

@@ -34,7 +34,7 @@ FLOORS = [
     "options",
     "state",
     "epoch",
-    "explain loader_dashboard progress_bar worker_trial",
+    "explain loader_dashboard worker_trial",
     "live loader_methods",
     "loader async_loader",
     "stateful_loader writing",

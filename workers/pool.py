@@ -82,9 +82,6 @@ class WorkerPool:
         # delays the tasks behind it, which must not be blamed.
         self._all_at_once = concurrent and not setup.fetch_threads and not setup.iterable
         self.epoch = 0
-        self.ahead: int | None = None
-        """Tasks that any worker may have outstanding, however small batches are; None: as many as the rings allow."""
-        self._in_flight = self._made_with = setup.concurrency  # samples that each worker awaits at a time
         self._source = source
         self._worker_timeout = worker_timeout
         self._watchdog: TaskWatchdog | None = None
@@ -264,8 +261,6 @@ class WorkerPool:
 
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
         process.listen(loop, partial(self._on_readable, process), partial(self._on_death, process))
-        if self._in_flight != self._made_with:  # it may be a new worker
-            self._send(process, wire.pack_limit(self._in_flight))
         if self._watchdog is not None:
             self._watchdog.starts(process.worker_id)
         if process.saved_rng_state is not None:  # it announced in the epoch before that it leaves
@@ -295,13 +290,7 @@ class WorkerPool:
 
     @property
     def credits(self) -> int:
-        """Tasks that any worker may have outstanding: `ahead`, limited by the memory of its ring."""
-        rings = min([manager.credits for manager in self.rings])
-        return rings if self.ahead is None or self.ahead > rings else self.ahead
-
-    @property
-    def ring_credits(self) -> int:
-        """Tasks for which the memory of each ring suffices."""
+        """Tasks that any worker may have outstanding: those for which the memory of each ring suffices."""
         return min([manager.credits for manager in self.rings])
 
     def assign(self, worker: int, epoch: int, seq: int, index: Any) -> None:
@@ -324,18 +313,6 @@ class WorkerPool:
         if self._statistics is not None and self._statistics.trace is not None:
             sent = -sent  # asks for the task's spans
         self._send(process, wire.pack_task(epoch, seq, slot, number, sent, process.dumps(index)))
-
-    def limit(self, samples: int) -> None:
-        """Have each worker await this many samples at a time from now on, those that will be made included. In the
-        loop's thread, while attached.
-        """
-        if samples == self._in_flight:
-            return
-        self._in_flight = samples
-        frame = wire.pack_limit(samples)
-        for process in self.processes:
-            if process.worker_id not in self._vacant:
-                self._send(process, frame)
 
     def send_assignment(self, worker: int, epoch: int, number: int, answer: Any) -> None:
         """Answer the worker's request for assignment `number`."""

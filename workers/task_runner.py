@@ -297,8 +297,6 @@ class TaskRunner(ErrorAnswers):
             except RingMemoryError as error:
                 # The worker goes on: each batch gets a segment of its own, or this error if even that is too large.
                 _log.warning("worker %d cannot use its ring, and is slower without it: %s", self.worker_id, error)
-        elif kind == wire.LIMIT and self._reader is not None:  # else tasks are answered with the start's error
-            self._reader.limit(wire.unpack_limit(body))
         elif kind == wire.RESET:
             self._reset(body)
         elif kind == wire.ASSIGNMENT:

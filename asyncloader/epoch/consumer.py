@@ -102,8 +102,6 @@ class Consumer(SamplerReading):
         self._begun = begun
         self._run = statistics.epochs  # number of the iterator, in traces
         self._workers = statistics.num_workers = config.num_workers
-        # Indices that are still to be taken ahead, some with each delivery: by a number that depends on no timing.
-        self._behind = (config.credits - config.first_credits) * config.num_workers
         self._short = 0  # indices that must be taken besides, because there are more workers
         self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
@@ -127,7 +125,7 @@ class Consumer(SamplerReading):
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
         self._adapts = config.reorder_window > 0 or config.credits > config.least_credits
-        self.offers = self._prime(config.first_credits * config.num_workers + config.reorder_window)
+        self.offers = self._prime(config.credits * config.num_workers + config.reorder_window)
         """Indices taken before the first batch; in torch mode the number that torch takes."""
 
     @property
@@ -166,7 +164,7 @@ class Consumer(SamplerReading):
             )
             sink = self._stage.put
         indices = None if self._source is None else self._source.read(self._progress)
-        count, tuning = self._tuned(pool)
+        count, tuning = self._tuned()
         pipeline = Pipeline(
             pool,
             self._scheduler,
@@ -187,27 +185,17 @@ class Consumer(SamplerReading):
         self._notices = pipeline.notices
         return pipeline
 
-    def _tuned(self, pool: WorkerPool) -> tuple[WorkerCount | None, EpochTuning | None]:
-        """What changes the settings that are the loader's to choose while the epoch runs."""
+    def _tuned(self) -> tuple[WorkerCount | None, EpochTuning | None]:
+        """What changes the number of workers while the epoch runs, if it is the loader's to choose."""
         config = self._config
-        if not config.tunes and config.auto_concurrency is None and config.auto_prefetch is None:
+        if not config.tunes or config.auto is None:
             return None, None
-        # Late: few loaders choose their settings.
-        from asyncloader.epoch.tuning import Concurrency, EpochTuning, Prefetch, TunedSetting
+        # Late: few loaders choose their number.
+        from asyncloader.epoch.tuning import EpochTuning
         from asyncloader.epoch.worker_count import WorkerCount
 
-        settings: list[TunedSetting] = []
-        count = None
-        if config.tunes and config.auto is not None:
-            count = WorkerCount(config.auto, config)
-            settings.append(count)
-        if config.auto_concurrency is not None:
-            settings.append(Concurrency(config.auto_concurrency, pool.limit))
-        if config.auto_prefetch is not None:
-            settings.append(Prefetch(config.auto_prefetch, pool, self._statistics))
-            pool.ahead = config.auto_prefetch.number  # before the first tasks, also where another iterator changes it
-        number = config.num_workers
-        return count, EpochTuning(settings, self._statistics, lambda: number if count is None else count.value)
+        count = WorkerCount(config.auto, config)
+        return count, EpochTuning(count, self._statistics)
 
     async def end_stage(self) -> None:
         """Let the stage finish its current batch and end, without blocking the loop. It ends even if this is
@@ -438,10 +426,8 @@ class Consumer(SamplerReading):
                 continue
             if isinstance(notice, Resized):
                 self._workers = self._statistics.num_workers = notice.workers
-                wanted = self._config.first_credits * notice.workers + self._config.reorder_window
+                wanted = self._config.credits * notice.workers + self._config.reorder_window
                 self._short = max(0, wanted - (self._tasks - self._taken))
-                wanted += (self._config.credits - self._config.first_credits) * notice.workers
-                self._behind = max(0, wanted - self._short - (self._tasks - self._taken))
                 continue
             if notice.left:
                 self._statistics.worker_retirements += 1

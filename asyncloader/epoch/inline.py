@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, 
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter, process_time, thread_time
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
@@ -43,9 +43,6 @@ from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
 from asyncloader.workers.memory.leaves import batch_nbytes
 from asyncloader.workers.processor_use import thread_delay
-
-if TYPE_CHECKING:
-    from asyncloader.epoch.tuning import EpochTuning
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -130,22 +127,9 @@ class InlineEpoch:
         self.opened = not self.on_loop
         """Whether nothing has to be awaited before the first sample, or `open` has done it."""
         self.context = self.reader.context()
-        self._tuning = self._tuned()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
         if isinstance(reader, DatasetReader) and reader.asynchronous and not config.iterable:
             self.prefetcher = BatchPrefetcher(reader, self.context, config.credits)
-
-    def _tuned(self) -> EpochTuning | None:
-        """What changes the settings that are the loader's to choose while the epoch runs."""
-        auto = self._config.auto_concurrency
-        if auto is None:
-            return None
-        # Late: few loaders choose their settings.
-        from asyncloader.epoch.tuning import Concurrency, EpochTuning
-
-        tuning = EpochTuning([Concurrency(auto, self.reader.limit)], self.statistics, lambda: 1)
-        tuning.start()
-        return tuning
 
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""
@@ -403,8 +387,6 @@ class InlineEpoch:
             self._delivered = True
             self.statistics.first_batch(self._begun)
         self.statistics.batch(_count_samples(self._config, index, records), nbytes, 0, waited, waited, 1)
-        if self._tuning is not None:
-            self._tuning.delivered()
         if trace is not None:
             trace.delivered(self._run, self._tasks - 1, -1, ready - waited, ready, None, -1, 0)
         return batch
@@ -463,8 +445,6 @@ class InlineEpoch:
 
     def finish(self) -> None:
         """Record that the consumer sees the end of the epoch."""
-        if self._tuning is not None:
-            self._tuning.close()
         if self._streams is None:  # else each has noted its own end
             self.progress.ends[0] = self.reader.last_cursor()
         self.progress.finish()

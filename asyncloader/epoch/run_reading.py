@@ -43,11 +43,6 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
     blocks, in_threads = statistics.blocks(), start_method(config) == THREADS
     # The process's CPU time has that of its worker threads.
     of_workers = sum(total(block, "cpu_s") for worker, block in blocks.items() if worker >= 0) if in_threads else 0.0
-    choices = {
-        "num_workers": config.auto,
-        "prefetch_factor": config.auto_prefetch,
-        "concurrency": config.auto_concurrency,
-    }
     return Run(
         batches=statistics.batches,
         epochs=statistics.epochs,
@@ -68,15 +63,15 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",
         in_threads=in_threads,
-        prefetch_factor=config.prefetch_factor if config.auto_prefetch is None else config.auto_prefetch.number,
+        prefetch_factor=config.prefetch_factor,
         iterable=config.iterable,
         one_by_one=config.iterable or config.planned,
         streams=config.loader_streams,
         asynchronous=config.concurrent and not config.fetch_threads,
         threads=config.fetch_threads,
         decode_threads=config.decode_threads if config.concurrent and config.decode is not None else 0,
-        concurrency=config.concurrency if config.auto_concurrency is None else config.auto_concurrency.number,
-        tried={option: choice.found for option, choice in choices.items() if choice is not None},
+        concurrency=config.concurrency,
+        tried={} if config.auto is None else {"num_workers": config.auto.found},
         slow=statistics.slow_samples(),
         in_order=config.in_order,
         memory_limit=config.worker_memory_limit,

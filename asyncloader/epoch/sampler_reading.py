@@ -16,8 +16,6 @@ from asyncloader.events import ENDED, NOTHING, Deliver, MoreOffers
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 
-_CATCHING_UP = 4  # indices that are taken ahead with a delivery, until there are as many as may ever be needed
-
 # The steps of a delivery, in order.
 BEGUN, OPENING, OPENED, RELEASED, PULLED, ADVANCED, COUNTED, DONE = range(8)
 
@@ -47,7 +45,6 @@ class SamplerReading:
     _reads: bool
     _tasks: int
     _taken: int
-    _behind: int
     _short: int
     _extra: tuple[Any, ...]
     _sampler_error: Exception | None
@@ -113,9 +110,6 @@ class SamplerReading:
         offer, left, raised = NOTHING, self._tasks - self._taken - 1, self._sampler_error
         if self._reads and not self.stalled:
             try:
-                if self._behind:
-                    step = min(_CATCHING_UP, self._behind)
-                    self._short, self._behind = self._short + step, self._behind - step
                 if self._short:
                     self._pull_more(left)
                 offer = self._pull(left)

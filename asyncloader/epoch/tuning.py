@@ -1,32 +1,26 @@
-"""Changes the settings of an epoch that are the loader's to choose, while it runs: those given as "auto".
+"""Changes the number of an epoch's workers while it runs, if it is the loader's to choose: ``num_workers="auto"``.
 
-Data path: beside the pipeline, in its loop's thread; without workers in the consumer's.
+Data path: beside the pipeline, in its loop's thread.
 
 Time is looked at when a batch is delivered, so nothing ticks while the consumer rests. A window is closed once it is
-long enough, and passed to the tuner of one setting, which may change that: `telemetry/tuner.py` has the rules. The
-settings take turns: it is the next one's once nothing is left to be tried of this one. So no trial measures the change
-of another setting. None of them changes what is in a batch, or its place: the scheduler decides on the order, and
-samples of a batch start in theirs.
+long enough, and passed to the tuner, which may change the number: `telemetry/tuner.py` has the rules. It
+changes neither what is in a batch, nor its place: the scheduler decides on the order.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
-from asyncloader.options.auto import AutoValue
+from asyncloader.options.auto import WorkerChoice
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.telemetry.tuner import CONCURRENCY, LEAST_PREFETCH, MOST_PREFETCH, Decision, Measured
-from asyncloader.workers.memory.segment import memory_limit
-from asyncloader.workers.pool import WorkerPool
+from asyncloader.telemetry.tuner import Decision, Measured
 
 _log = logging.getLogger("asyncloader")
 
-_LOOK_S = 0.02  # between two looks at whether a setting has taken effect, or at whether a window has enough batches
-_REST_S = 2.0  # between two looks at whether another iterator still changes the settings
-_RESERVE = 0.1  # the share of the memory that is left that no further batch is made into
+_LOOK_S = 0.02  # between two looks at whether a change has taken effect, or at whether a window has enough batches
+_REST_S = 2.0  # between two looks at whether another iterator still changes the number
 
 
 class TunedSetting:
@@ -39,7 +33,7 @@ class TunedSetting:
     units: tuple[str, str]
     """Its unit for 1, and for other values, in the log."""
 
-    def __init__(self, auto: AutoValue) -> None:
+    def __init__(self, auto: WorkerChoice) -> None:
         self.auto = auto
 
     @property
@@ -85,65 +79,7 @@ class TunedSetting:
     def note(self, words: str) -> None:
         """Keep and log a line about the setting."""
         self.auto.decisions.append(words)
-        _log.info('%s="auto" %s', self.auto.option, words)
-
-
-class Concurrency(TunedSetting):
-    """The number of samples of an asynchronous map dataset that each copy awaits at a time.
-
-    Args:
-        auto: the loader's choice.
-        limit: puts a number into effect, at the workers or this process's reader.
-    """
-
-    units = "sample in flight", "samples in flight"
-
-    def __init__(self, auto: AutoValue, limit: Callable[[int], None]) -> None:
-        super().__init__(auto)
-        self._limit = limit
-
-    def room(self, waits: bool) -> tuple[int, str]:
-        """Up to the default."""
-        del waits
-        return CONCURRENCY, "the process's connections"
-
-    def apply(self, value: int) -> None:
-        """Tell the workers, or this process's reader."""
-        self._limit(value)
-
-
-class Prefetch(TunedSetting):
-    """The number of batches that each worker may have ahead.
-
-    Args:
-        auto: the loader's choice.
-        pool: the workers.
-        statistics: the loader's counters, which know how large batches are.
-    """
-
-    units = "batch ahead", "batches ahead"
-
-    def __init__(self, auto: AutoValue, pool: WorkerPool, statistics: Statistics) -> None:
-        super().__init__(auto)
-        self._pool, self._statistics = pool, statistics
-
-    def room(self, waits: bool) -> tuple[int, str]:
-        """Within the memory of the rings, and of the machine or control group."""
-        most, limit = MOST_PREFETCH, "the indices taken ahead"
-        if (rings := self._pool.ring_credits) < most:
-            most, limit = rings, "rings of their size"
-        figures = self._statistics
-        nbytes = len(self._pool.processes) * (figures.bytes + figures.pickled) // max(1, figures.batches)
-        # Only where more may be tried: it reads some files.
-        if nbytes and waits and (room := memory_limit()[0]) is not None:
-            fits = max(LEAST_PREFETCH, self.value + int(room * (1 - _RESERVE)) // nbytes)
-            if fits < most:
-                most, limit = fits, f"{room >> 20:,} MiB of free memory"
-        return most, limit
-
-    def apply(self, value: int) -> None:
-        """Tell the pool, which the scheduler asks."""
-        self._pool.ahead = value
+        _log.info('num_workers="auto" %s', words)
 
 
 class _Figures(NamedTuple):
@@ -156,54 +92,47 @@ class _Figures(NamedTuple):
 
 
 class EpochTuning:
-    """The tuned settings of one epoch.
+    """The tuned setting of one epoch.
 
     Args:
-        settings: at least one.
+        setting: the number of workers.
         statistics: the loader's counters.
-        workers: returns the number of workers now, at least 1.
     """
 
-    def __init__(self, settings: Sequence[TunedSetting], statistics: Statistics, workers: Callable[[], int]) -> None:
-        self._settings, self._statistics, self._workers = settings, statistics, workers
-        tuners = [setting.auto.tuner for setting in settings]
-        # An unfinished trial goes on; else short epochs must not always begin with the same setting.
-        self._turn = min(range(len(tuners)), key=lambda each: (not tuners[each].tries, tuners[each].seen))
+    def __init__(self, setting: TunedSetting, statistics: Statistics) -> None:
+        self._setting, self._statistics = setting, statistics
         self._due = 0.0
         self._drives = self._waits = False
         self._begun: _Figures | None = None  # None: no batch was delivered yet
 
     def start(self) -> None:
         """Begin with the epoch."""
-        self._settings[self._turn].auto.tuner.interrupted()
-        self._drives = self._drive()
+        self._setting.auto.tuner.interrupted()
+        self._drives = self._setting.auto.drive(self)
         if self._drives:
-            for setting in self._settings:
-                setting.resume()
+            self._setting.resume()
 
     def delivered(self) -> None:
         """A batch was delivered: see whether a window has ended."""
-        now = perf_counter()
+        now, setting = perf_counter(), self._setting
         if self._begun is None:
             # From here: the time to the first batch is that of starting workers.
             self._begin_window()
             return
         if now < self._due:
             return
-        if not self._drive():
+        if not setting.auto.drive(self):
             self._due = now + _REST_S
             return
-        tuner = self._settings[self._turn].auto.tuner
+        tuner = setting.auto.tuner
         if not self._drives:
-            # The iterator that changed the settings has ended.
+            # The iterator that changed the number has ended.
             self._drives = True
-            for setting in self._settings:
-                setting.resume()
+            setting.resume()
             tuner.interrupted()
             self._begin_window()
             return
-        pending = [setting.pending(now) for setting in self._settings]
-        if any(pending):
+        if setting.pending(now):
             self._due, self._waits = now + _LOOK_S, True
             return
         if self._waits:
@@ -218,13 +147,9 @@ class EpochTuning:
         self._begin_window()
 
     def close(self) -> None:
-        """The epoch has ended: let another iterator change the settings."""
-        for setting in self._settings:
-            setting.auto.release(self)
-            setting.close()
-
-    def _drive(self) -> bool:
-        return all(setting.auto.drive(self) for setting in self._settings)
+        """The epoch has ended: let another iterator change the number."""
+        self._setting.auto.release(self)
+        self._setting.close()
 
     def _figures(self) -> _Figures:
         known = self._statistics
@@ -232,19 +157,14 @@ class EpochTuning:
 
     def _begin_window(self) -> None:
         self._begun = self._figures()
-        self._due = perf_counter() + self._settings[self._turn].auto.tuner.window[0]
+        self._due = perf_counter() + self._setting.auto.tuner.window[0]
 
     def _observe(self, begun: _Figures) -> None:
-        setting = self._settings[self._turn]
-        tuner = setting.auto.tuner
+        setting = self._setting
         batches, seconds, wait_s, busy_s = (one - other for one, other in zip(self._figures(), begun, strict=True))
         seconds = max(seconds, 1e-9)
-        waited, busy = min(1.0, wait_s / seconds), busy_s / (seconds * self._workers())
         before = setting.value
-        window = Measured(int(batches), seconds, waited, busy, *setting.room(wait_s > 0))
-        decision = tuner.observe(window)
+        waited, busy = min(1.0, wait_s / seconds), busy_s / (seconds * before)
+        decision = setting.auto.tuner.observe(Measured(int(batches), seconds, waited, busy, *setting.room(wait_s > 0)))
         if decision is not None:
             setting.carry_out(before, decision)
-        elif tuner.settled and not tuner.tries and len(self._settings) > 1:
-            self._turn = (self._turn + 1) % len(self._settings)
-            self._settings[self._turn].auto.tuner.begin()

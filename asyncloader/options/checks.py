@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
-from asyncloader.options.auto import AutoValue
+from asyncloader.options.auto import is_auto
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
@@ -60,11 +60,12 @@ def checks_of(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterab
 
 def check_numbers(arguments: Mapping[str, Any]) -> None:
     """Raise the TypeError that torch would raise later, or about an operator, if one of its numbers is not a number."""
-    for name in ("num_workers", "prefetch_factor"):
-        value = arguments[name]
-        absent = value is None and name == "prefetch_factor"
-        if not absent and value != 0 and not hasattr(value, "__index__"):
-            raise TypeError(f"{name} should be an integer or 'auto', but got {name}={value!r}")
+    workers, ahead = arguments["num_workers"], arguments["prefetch_factor"]
+    if not is_auto(workers) and workers != 0 and not hasattr(workers, "__index__"):
+        raise TypeError(f"num_workers should be an integer or 'auto', but got num_workers={workers!r}")
+    if ahead is not None and ahead != 0 and not hasattr(ahead, "__index__"):
+        hint = ': "auto" is gone, and `asyncloader try` measures numbers' if is_auto(ahead) else ""
+        raise TypeError(f"prefetch_factor should be an integer or None, but got prefetch_factor={ahead!r}{hint}")
 
 
 def max_restarts(given: int | None, *, seeded: bool) -> int:
@@ -134,8 +135,7 @@ def _device(name: str, value: Any) -> None:
 CHECKS: dict[str, Check] = {
     "ring_bytes": optional_size,
     "concurrency": _should_be(
-        "a positive integer, 'auto' or None",
-        lambda value: value is None or isinstance(value, AutoValue) or _number_of(1)(value),
+        'a positive integer or None ("auto" is gone: `asyncloader try` measures numbers)', _optional(_number_of(1))
     ),
     "decode": lambda _, value: check_decode(value, 0),
     "decode_threads": lambda _, value: check_decode(None, value),

@@ -32,7 +32,7 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.never_iterated import taken
-from asyncloader.options.auto import AutoValue, check_choices, makes_threads, with_choices
+from asyncloader.options.auto import WorkerChoice, check_choice, choice_of, first_number, is_auto, makes_threads
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -49,11 +49,11 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource,
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import OnUneven, rank_view
 from asyncloader.samplers.generators import DRAWING
-from asyncloader.samplers.positions import Positions
+from asyncloader.samplers.positions import LoaderDataset, Positions
 from asyncloader.samplers.seeded import SeededSampler, with_seeded_draws
 from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
 from asyncloader.service.definition import Defined
-from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_async_stream, is_planned
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_async_stream
 from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
@@ -85,7 +85,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         multiprocessing_context: BaseContext | str | None = None,
         generator: torch.Generator | None = None,
         *,
-        prefetch_factor: int | Literal["auto"] | None = None,
+        prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
@@ -96,7 +96,7 @@ class LoaderOptions(Generic[T_co, B_co]):
         group: RankGroupLike = None,
         on_uneven: OnUneven = "drop",
         balance: Balance | None = None,
-        concurrency: int | Literal["auto"] | None = None,
+        concurrency: int | None = None,
         decode: Callable[[Any], Any] | None = None,
         on_error: OnError = "raise",
         max_worker_restarts: int | None = None,
@@ -130,8 +130,8 @@ class LoaderOptions(Generic[T_co, B_co]):
             multiprocessing_context: `"fork"`, `"spawn"`, `"forkserver"` or a context; `None`: the platform's default.
                 A context that makes threads leaves the work to torch.
             generator: The torch generator that order and worker seeds are drawn from; excludes `seed`.
-            prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers; `"auto"`: 2, or
-                up to 32 where that gains and memory allows it. More where `concurrency` needs them.
+            prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers. More where
+                `concurrency` needs them.
             persistent_workers: Keep the workers, and their rings, from epoch to epoch.
             pin_memory_device: torch's deprecated argument, taken for compatibility.
             in_order: `False`: give batches as they become ready.
@@ -152,9 +152,9 @@ class LoaderOptions(Generic[T_co, B_co]):
             balance: The lengths of the dataset's samples, as a `Balance`, with `seed`: the ranks divide the samples of
                 each global batch so that their batches cost the same; `None`: in the order of the global batch.
             concurrency: Samples of a map dataset that each worker (without workers: this process) fetches at a time,
-                over all its outstanding batches; `None`: 256 where they are awaited, else one at a time; `"auto"`: 256,
-                or fewer where an awaited store gives more. A blocking dataset has a thread for each, and must be safe
-                to call from several; with `1` it is read ahead of the consumer, and always in one thread.
+                over all its outstanding batches; `None`: 256 where they are awaited, else one at a time. A blocking
+                dataset has a thread for each, and must be safe to call from several; with `1` it is read ahead of the
+                consumer, and always in one thread.
             decode: A function from a sample of the dataset to the sample that is collated. It runs with the sample's
                 random numbers.
             on_error: What to do with samples that raise: `"raise"`; `"skip"` leaves them out; `"refill"` puts others
@@ -298,49 +298,26 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""
-        chooses = arguments is not (arguments := with_choices(arguments))
-        dataset, given = arguments["dataset"], dict(arguments)
-        check_numbers(given)
-        if isinstance(given["sampler"], Positions):  # of a loader from whose attributes this one is made
-            given["sampler"] = None
-        # Of the type, as a mock has every attribute.
-        if hasattr(type(dataset), "plan_streams") and is_planned(dataset):
-            dataset = given["dataset"] = dataset.source
-            arguments = {**arguments, "dataset": dataset}
-        if given["shuffle"] and hasattr(type(dataset), "shuffled") and assigns_shards(dataset):
-            dataset = dataset.shuffled()
-            arguments, given = ({**each, "dataset": dataset, "shuffle": None} for each in (arguments, given))
-        if hasattr(type(dataset), "fixed_streams") and is_seed(given["seed"]):
+        check_numbers(arguments)
+        if isinstance(arguments["sampler"], Positions):  # of a loader from whose attributes this one is made
+            arguments = {**arguments, "sampler": None}
+        dataset = arguments["dataset"]
+        if isinstance(dataset, LoaderDataset):
             # With a sampler of the user's torch's constructor raises its error, as for any iterable dataset.
-            if given["sampler"] is None and given["batch_sampler"] is None:
-                if given["shuffle"] and hasattr(type(dataset), "shuffled"):  # a mixture
-                    dataset = dataset.shuffled()
-                dataset = dataset.fixed_streams(given["seed"])
-            if is_planned(dataset) and not assigns_shards(dataset):
-                order = dataset.positions() if hasattr(type(dataset), "positions") else Positions(dataset)
-                given |= {"dataset": dataset, "sampler": order, "shuffle": None}
-                arguments = {**arguments, "dataset": dataset}
-        stream = is_async_stream(dataset)
-        if stream:
-            given["dataset"] = _StreamForTorch()  # so that torch checks the arguments as for an iterable dataset
-        else:
-            names = ("seed", "shuffle", "sampler", "batch_sampler")
-            sampler = default_sampler(dataset, *(given[name] for name in names))
-            if sampler is not None:
-                given["sampler"], given["shuffle"] = sampler, None
-            elif is_seed(arguments["seed"]) or arguments["seed"] is None:
-                for name in ("sampler", "batch_sampler"):
-                    if given[name] is not None:
-                        given[name] = with_seeded_draws(taken(given[name]), arguments["seed"])
+            orders = is_seed(arguments["seed"]) and arguments["sampler"] is arguments["batch_sampler"] is None
+            arguments = dataset.for_loader(arguments, arguments["seed"] if orders else None)
+            dataset = arguments["dataset"]
+        given = _for_torch(arguments)
         construct: Any = super(LoaderOptions, self).__init__  # torch's, or that of another base of the user's class
         construct(*(given[name] for name in _POSITIONAL), **{name: given[name] for name in _TORCHS_KEYWORDS})
-        if stream:
+        if is_async_stream(dataset):
             self.__dict__["dataset"] = dataset  # torch forbids assigning it from here on
         flat, defaults = flattened(arguments), FLAT_DEFAULTS
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
-        if chooses:
-            check_choices(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
+        if is_auto(arguments["num_workers"]):
+            check_choice(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
+            self.__dict__["_asyncloader_choice"] = WorkerChoice()
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         self.check_worker_number_rationality()
         changed = [name for name in defaults if flat[name] != defaults[name]]
@@ -407,7 +384,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def check_worker_number_rationality(self) -> None:
         """Give torch's warning about too many workers, but also consider a container's CPU quota, and threads."""
         options = vars(self).get("_asyncloader_options")
-        if options is None or isinstance(self.dataset, RemoteDataset) or isinstance(self.num_workers, AutoValue):
+        if options is None or isinstance(self.dataset, RemoteDataset) or choice_of(self):
             # torch's constructor calls this before the options are known; or the workers are elsewhere; or their number
             # was not asked for.
             return
@@ -431,12 +408,22 @@ for _name in DEPENDING:
     setattr(LoaderSpec, _name, AskedAttribute(_name))
 
 
-def default_sampler(dataset: Any, seed: int | None, shuffle: Any, sampler: Any, batch_sampler: Any) -> Any:
-    """The default sampler of seeded mode; None if the user gave one, or there is nothing to sample."""
-    if not is_seed(seed) or sampler is not None or batch_sampler is not None or isinstance(dataset, IterableDataset):
-        return None
-    assert seed is not None
-    return SeededSampler(dataset, seed, shuffle=bool(shuffle))
+def _for_torch(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for torch's constructor, which knows no "auto", no asynchronous streams and no seeds."""
+    given, dataset = dict(arguments), arguments["dataset"]
+    if is_auto(given["num_workers"]):
+        given["num_workers"] = first_number()
+    if is_async_stream(dataset):
+        given["dataset"] = _StreamForTorch()  # so that torch checks the arguments as for an iterable dataset
+        return given
+    seeded = is_seed(given["seed"])
+    if seeded and given["sampler"] is given["batch_sampler"] is None and not isinstance(dataset, IterableDataset):
+        given |= {"sampler": SeededSampler(dataset, given["seed"], shuffle=bool(given["shuffle"])), "shuffle": None}
+    elif seeded or given["seed"] is None:
+        for name in ("sampler", "batch_sampler"):
+            if given[name] is not None:
+                given[name] = with_seeded_draws(taken(given[name]), given["seed"])
+    return given
 
 
 class _StreamForTorch(IterableDataset[Any]):

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto import AutoValue
+from asyncloader.options.auto import WorkerChoice, choice_of
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.ranks.topology import Topology, process_group, topology
@@ -30,7 +30,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.sizes import optional_size
-from asyncloader.telemetry.tuner import CONCURRENCY, LEAST_PREFETCH, MOST_PREFETCH
+from asyncloader.telemetry.tuner import CONCURRENCY
 from asyncloader.workers.fetch.dataset_kinds import (
     MessagedDataset,
     assigns_shards,
@@ -115,21 +115,16 @@ class EpochConfig:
     loader_streams: int | None
     """Streams that an iterable dataset says that it has, of which each worker serves some, or which are read without
     workers; None: each worker reads a copy."""
-    auto: AutoValue | None
+    auto: WorkerChoice | None
     """The loader's own choice of the number; None: the user gave it."""
     tunes: bool
     """Whether the number changes while the epoch runs."""
     prefetch_factor: int | None
-    """Of the user, or the loader's choice at the beginning of the epoch."""
-    auto_prefetch: AutoValue | None
-    """The loader's own choice of batches ahead; None: the user gave it, or samples in flight need more."""
     least_credits: int
     """Batches that a copy of the dataset may have outstanding, however large they are: `prefetch_factor`; 1 without
     workers."""
     credits: int
     """Most batches that a copy of the dataset may have outstanding, while they are small."""
-    first_credits: int
-    """Of these, those for which indices are taken from the sampler before the first batch."""
     persistent_workers: bool
     in_order: bool
     timeout: float
@@ -160,9 +155,7 @@ class EpochConfig:
     """The same for a dataset that has a state."""
 
     concurrency: int
-    """Samples that a copy of the dataset awaits at a time, if they are awaited; at the beginning of the epoch."""
-    auto_concurrency: AutoValue | None
-    """The loader's own choice of that number; None: the user gave it, or left it out."""
+    """Samples that a copy of the dataset awaits at a time, if they are awaited."""
     fetch_threads: int
     """Threads in which a copy of a blocking map dataset fetches samples; 0: one after the other."""
     decode: Callable[[Any], Any] | None
@@ -190,38 +183,29 @@ class EpochConfig:
         iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
         exact = not (ours.allow_replay or loader._asyncloader_replays)
         awaited, stateful, batches = is_async_dataset(dataset), is_stateful(dataset), bool(loader._auto_collation)
-        in_flight: Any = ours.concurrency
-        auto_concurrency = in_flight if isinstance(in_flight, AutoValue) else None
-        # What the sampler is read ahead for: with a choice of the loader's own the most, whatever the number is now.
-        most_in_flight = CONCURRENCY if in_flight is None or auto_concurrency else int(in_flight)
-        threads = 0 if iterable or awaited else int(in_flight or 0)
+        in_flight = CONCURRENCY if ours.concurrency is None else ours.concurrency
+        threads = 0 if iterable or awaited else ours.concurrency or 0
         concurrent = awaited or threads > 0
-        prefetch: Any = loader.prefetch_factor
-        least, here = LEAST_PREFETCH if isinstance(prefetch, AutoValue) else prefetch or 1, topology(loader)
+        least, here = loader.prefetch_factor or 1, topology(loader)
         source = index_sampler if isinstance(index_sampler, AsyncIndexSource) else None
         positions = source if isinstance(source, PositionSource) else None
         sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
         every = ours.snapshot_every_n_steps or 0
-        given: Any = loader.num_workers
-        auto = given if isinstance(given, AutoValue) else None
+        auto = choice_of(loader)
         # In torch mode the worker that makes a batch is part of its random numbers.
         tunes = auto is not None and seeded
-        number = int(given) if auto is None else auto.number
+        number = loader.num_workers if auto is None else auto.number
         streams = count_streams(dataset) if iterable else None
         if streams is not None:
             number = min(number, streams)  # a further worker would have none to serve
-        most_workers = auto.most_workers if auto is not None and tunes else number
+        ahead = concurrent and not (iterable or stateful or positions is not None)
         credits = most_credits(
             dataset,
             getattr(batch_sampler, "batch_size", None) if batches else 1,
             least=least,
-            concurrency=threads or most_in_flight
-            if concurrent and not (iterable or stateful or positions is not None)
-            else 0,
+            concurrency=(threads or in_flight) if ahead else 0,
             threads=threads if batches else 0,
         )
-        # Where samples in flight need more batches than that, `concurrency` is the setting that counts.
-        auto_prefetch = prefetch if isinstance(prefetch, AutoValue) and credits == least else None
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
@@ -229,20 +213,16 @@ class EpochConfig:
             "planned": assigned or positions is not None,
             "lane_of": None if positions is None else positions.lane_of,
             "num_workers": number,
-            "most_workers": most_workers,
+            "most_workers": auto.most_workers if auto is not None and tunes else number,
             "loader_streams": streams,
             "auto": auto,
             "tunes": tunes,
             "concurrent": concurrent,
-            "concurrency": most_in_flight if auto_concurrency is None else auto_concurrency.number,
-            "auto_concurrency": auto_concurrency,
+            "concurrency": in_flight,
             "stateful": stateful,
             "fetch_threads": threads,
             "least_credits": least,
-            "prefetch_factor": prefetch.number if isinstance(prefetch, AutoValue) else prefetch,
-            "auto_prefetch": auto_prefetch,
-            "credits": credits if auto_prefetch is None else MOST_PREFETCH,
-            "first_credits": credits,
+            "credits": credits,
             "auto_collation": batches,
             "sampler": sampler,
             "sampler_ranks": replicas(sampler, batch_sampler),

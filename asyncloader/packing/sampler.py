@@ -236,10 +236,6 @@ class PackingSampler(Sampler[Row]):
             raise ValueError(f"start should be between 0 and {plan.size}, but got start={start}")
         return Restarting(lambda row: self._from(plan, row), start)
 
-    def is_at(self, row: Row, index: Any) -> bool:
-        """Return whether a row is this row, or has the sequence of this index. For `DataLoader.where`."""
-        return row == index or index in ([each[0] for each in row] if self.slices else row)  # type: ignore[index]
-
     def _from(self, plan: PackingPlan, start: int) -> Iterator[Row]:
         for row in plan.rows_from(start):
             indices = row[:, 0] if self._kept is None else self._kept[row[:, 0]]

@@ -57,6 +57,7 @@ from asyncloader.remote.stream_blocks import Shards
 from asyncloader.remote.stream_order import LANES
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.positions import ShardStream
 from asyncloader.sizes import Size, size
 from asyncloader.transports import InvalidPath, SizeUnknown, Transport
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
@@ -74,7 +75,7 @@ MAX_SIZE_REQUESTS = 1024
 _LEAST_AHEAD = 1 << 18  # bytes that each of many streams fetches ahead, at least
 
 
-class RemoteIterableDataset(IterableDataset[Any]):
+class RemoteIterableDataset(ShardStream, IterableDataset[Any]):
     """Samples from shards in a remote store: tar (WebDataset's naming), JSON lines, Parquet, MDS, TFRecord.
 
     A sample is a dictionary: ``__key__`` (str), ``__url__`` (str) and its fields, raw bytes unless the format decodes

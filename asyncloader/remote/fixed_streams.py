@@ -26,6 +26,7 @@ from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.stream_blocks import Element, StreamBlocks, TableRow, copied
 from asyncloader.remote.stream_order import LANES, OrderBefore, StreamOrder, StreamRun, order_of, read_before
+from asyncloader.samplers.positions import PlacedSamples
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.seeding import derive
 
@@ -52,7 +53,7 @@ class StreamsPlan(NamedTuple):
     digest: str
 
 
-class FixedStreams(Dataset[Any]):
+class FixedStreams(PlacedSamples, Dataset[Any]):
     """The samples of a `RemoteIterableDataset` at positions of an epoch's order. Made by a loader with ``seed=``.
 
     Args:

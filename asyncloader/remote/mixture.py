@@ -31,6 +31,7 @@ from asyncloader.remote.stream_order import LANES
 from asyncloader.samplers.interleave import whole_weights
 from asyncloader.samplers.mixture import MixedPositions, Place
 from asyncloader.samplers.mixture_order import MixtureOrder, OnExhausted, check_mixture
+from asyncloader.samplers.positions import LoaderDataset, PlacedSamples
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.context import context_managers
 from asyncloader.workers.fetch.dataset_kinds import digest_of, is_async_dataset
@@ -45,7 +46,7 @@ _PASSES = 2  # over a stream that are open at the same time
 Weights = Sequence[float | Fraction]
 
 
-class Mixture(Dataset[Any]):
+class Mixture(LoaderDataset, Dataset[Any]):
     """Map datasets and streams of shards, mixed in exact proportions, for a loader with ``seed=``.
 
     The samples are interleaved evenly, and not drawn: after any number of samples, each source is within 1.68 samples
@@ -145,8 +146,15 @@ class Mixture(Dataset[Any]):
         """Return the mixture as a loader with this seed reads it."""
         return (MixedStreams if all(map(_is_stream, self.sources)) else MixedSources)(self, seed)
 
+    def for_loader(self, arguments: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Return the arguments with the samples at their places, and their order; without a seed as they are."""
+        if seed is None:
+            return arguments
+        mixed = (self.shuffled() if arguments["shuffle"] else self).fixed_streams(seed)
+        return arguments | {"dataset": mixed, "sampler": mixed.positions(), "shuffle": None}
 
-class MixedSources(Dataset[Any]):
+
+class MixedSources(PlacedSamples, Dataset[Any]):
     """The samples of a `Mixture` at their places. Made by a loader with ``seed=``.
 
     Args:

@@ -53,6 +53,52 @@ class PlannedDataset(Protocol):
         ...
 
 
+class LoaderDataset:
+    """Base of a dataset that a loader reads in another form, or in an order of the dataset's own.
+
+    It is a class to derive from, not a protocol: a user's dataset may have methods of any names.
+    """
+
+    def for_loader(self, arguments: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Return the arguments with which a loader reads the dataset.
+
+        Args:
+            arguments: of the loader's constructor, by name.
+            seed: of the order that the dataset chooses; None: it chooses none, as in torch mode.
+        """
+        raise NotImplementedError
+
+
+class ShardStream(LoaderDataset):
+    """Base of a stream of shards: with `streams` and a seed a loader reads the samples at positions of an order."""
+
+    def shuffled(self) -> Any:
+        """Return the dataset for a loader with ``shuffle=True``."""
+        raise NotImplementedError
+
+    def fixed_streams(self, seed: int) -> Any:
+        """Return the dataset for a loader with this seed; itself if it has no number of streams."""
+        raise NotImplementedError
+
+    def for_loader(self, arguments: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Return the arguments with the shuffled dataset, and with its order if it has one."""
+        shards = self.shuffled() if arguments["shuffle"] else self
+        dataset = shards if seed is None else shards.fixed_streams(seed)
+        order = arguments["sampler"] if dataset is shards else Positions(dataset)
+        return arguments | {"dataset": dataset, "sampler": order, "shuffle": None}
+
+
+class PlacedSamples(LoaderDataset):
+    """Base of the samples of a `source` at positions of an order. Another loader reads the source once more."""
+
+    source: Any
+
+    def for_loader(self, arguments: dict[str, Any], seed: int | None) -> dict[str, Any]:
+        """Return the arguments for the source."""
+        made: dict[str, Any] = self.source.for_loader(arguments | {"dataset": self.source}, seed)
+        return made
+
+
 COUNTED = "shards", "sources"
 """Names of described values that are known once the samples are counted."""
 

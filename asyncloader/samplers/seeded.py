@@ -81,18 +81,6 @@ class SeededSampler(Sampler[int]):
         """Return the present epoch's order as a function from positions to indices, int64 arrays of any shape."""
         return Permutation(len(self.data_source), self.seed, self.epoch) if self.shuffle else _identity
 
-    def positions_of(self, index: Any) -> list[int]:
-        """Return the positions of an index in the present epoch's order, in O(1): one, or none if there is no such
-        index.
-        """
-        size = len(self.data_source)
-        # Also a tensor, as a batch of indices has it.
-        index = -1 if isinstance(index, bool) or not hasattr(index, "__index__") else as_index(index)
-        if not 0 <= index < size:
-            return []
-        order = Permutation(size, self.seed, self.epoch)
-        return [int(order.positions(index) if self.shuffle else index)]
-
     def __repr__(self) -> str:
         return f"<SeededSampler of {len(self)}, seed={self.seed}, epoch={self.epoch}, shuffle={self.shuffle}>"
 

@@ -144,11 +144,6 @@ class StateKeeper:
         return None if old is None or old.finished or old.moment == self._moment else old
 
     @property
-    def steps_before(self) -> int:
-        """Steps that were delivered or left out before the newest iterator, which gives the others."""
-        return 0 if self._newest is None else self._newest.first_step + len(self._newest.skipped)
-
-    @property
     def padding(self) -> int:
         """Samples at the end of the newest batch that only keep the ranks even."""
         newest = self._late or self._newest

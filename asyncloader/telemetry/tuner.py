@@ -32,11 +32,7 @@ MOST_WAITING_WORKERS = 64
 """Workers that may be tried, whatever the number of CPUs, where samples may wait. Memory may allow fewer processes."""
 
 CONCURRENCY = 256
-"""Samples that a copy of the dataset awaits at a time, unless the user says otherwise. None of more is tried: a trial
-must not use up the process's descriptors, or a server's connections, and fail a run that would have succeeded."""
-
-LEAST_PREFETCH, MOST_PREFETCH = 2, 32
-"""Batches that each worker has ahead at first, torch's default, and at most; so far the sampler is read ahead."""
+"""Samples that a copy of the dataset awaits at a time, unless the user says otherwise."""
 
 _SETTLED_WINDOW_S = 2.0
 _QUICK_WINDOW_S, _QUICK_SKIP_S = 0.15, 0.05  # of a quick trial: a window that decides, and any other
@@ -49,7 +45,6 @@ _FIRST_REST, _LAST_REST = 16, 512  # windows for which a rejected change is not 
 _AT_ITS_END = 0.15  # the gain that an unfinished trial must show to be kept
 _NEARLY = 0.8  # the share of what a step adds that it must gain, for the next one to be larger
 _BUSY = 0.7  # the share of their time for which fewer workers may be busy, where they suffice
-_IDLE = 0.1  # the share of their time for which workers must have waited, for more batches ahead to be of use
 
 
 class Measured(NamedTuple):
@@ -145,10 +140,6 @@ class Tuner:
     def interrupted(self) -> None:
         """The next window is no measure: an epoch begins, or workers are started."""
         self._skips = True
-
-    def begin(self) -> None:
-        """Forget the measurements so far, which are no control any more: another setting may have changed since."""
-        self._control, self._skips = [], True
 
     def may_try(self, value: int) -> bool:
         """Whether the next window may begin a trial of this larger value."""
@@ -340,30 +331,6 @@ class WorkerTuner(Tuner):
         found = super()._accept(words)
         self._leaps = self.last_gain > _NEARLY * added > _NEARLY
         return found
-
-
-class PrefetchTuner(Tuner):
-    """The number of batches that each worker has ahead. More can gain only where both sides wait: the consumer for
-    batches, and workers, at other times, for room. The most that there is room for is tried at once: a batch ahead
-    costs nothing but memory, which it takes only once it is made, and the whole gain stands out from the noise of such
-    runs where a part of it would not. The windows are longer, so that each has some of the consumer's pauses.
-    """
-
-    window_s = 1.0
-    least = 3
-
-    def _steps(self, window: Measured) -> Iterable[int]:
-        return (window.most,) if window.most > self.value and window.busy <= 1 - _IDLE else ()
-
-
-class ConcurrencyTuner(Tuner):
-    """The number of samples in flight. Most stores give no less with more requests at a time, so a loader begins with
-    the most. Those that throttle, or whose requests are in each other's way, show it in the rate of the whole run
-    alone. A quarter comes first, which shows a gain also where a half gains little.
-    """
-
-    def _steps(self, window: Measured) -> Iterable[int]:
-        return max(1, self.value // 4), max(1, self.value // 2), min(2 * self.value, window.most)
 
 
 def most_in_memory(workers: int, largest: int, free: int) -> int:

@@ -22,7 +22,6 @@ import torch
 from asyncloader.async_loader import AsyncDataLoader
 from asyncloader.bridge import run_in_thread
 from asyncloader.loader import DataLoader
-from asyncloader.options.auto import number_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import LoaderFacts
@@ -173,7 +172,7 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
         ours=options is not None,
         seeded=options is not None and options.seed is not None,
         iterable=bool(iterable),
-        workers=number_of(loader.num_workers),
+        workers=loader.num_workers,
         threads=options is not None and options.workers == "threads",
         method=getattr(context, "get_start_method", torch.multiprocessing.get_start_method)(),
         asynchronous=is_async_dataset(loader.dataset),

@@ -1,9 +1,9 @@
 """Plant runs whose bound is known, and follow their verdicts: ``python -m tests.verdicts``.
 
-Each row is read as it is, and then with what its verdict names; where the loader may choose an option, also with "auto"
-and beside fixed numbers (`measuring.py`). All runs are in this process, one after the other: about half an hour on 2
-CPUs. Returns 1 if a bound is wrong, if a followed change makes a run slower, or if "auto" falls short; each failure is
-printed by name. ``--save`` writes docs/reference/verdicts.md.
+Each row is read as it is, and then with what its verdict names; where the loader may choose the number of workers,
+also with "auto" and beside fixed numbers (`measuring.py`). All runs are in this process, one after the other:
+about half an hour on 2 CPUs. Returns 1 if a bound is wrong, if a followed change makes a run slower, or if "auto"
+falls short; each failure is printed by name. ``--save`` writes docs/reference/verdicts.md.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ workers start anew in each epoch.
 {advised}
 ## The loader's own choice
 
-One option is "auto", the others are those of the run above. The loader reads for {times.auto:g} s from its first batch
-on. *Of the best* is its rate from second {times.settled:g} on, as a share of the best of about five fixed numbers, each
-of which is measured twice for {times.fixed:g} s, in turns. *Below 0.9 for* is the longest time in which each second had
-less than 0.9 of the batches that the number at the beginning has. *Change* is what `diagnose()` said that "auto" had
-measured, and how many times as fast as at the beginning the run is with it. Without a seed, `num_workers` is chosen in
-a trial before the first batch.
+The number of workers is "auto", the other options are those of the run above. The loader reads for {times.auto:g}
+s from its first batch on. *Of the best* is its rate from second {times.settled:g} on, as a share of the best of
+about five fixed numbers, each of which is measured twice for {times.fixed:g} s, in turns. *Below 0.9 for* is the
+longest time in which each second had less than 0.9 of the batches that the number at the beginning has. *Change*
+is what `diagnose()` said that "auto" had measured, and how many times as fast as at the beginning the run is with
+it. Without a seed, `num_workers` is chosen in a trial before the first batch.
 
-| planted | setting | begins | settles | tried | of the best fixed | below 0.9 for | change |
-|---|---|--:|--:|--:|--:|--:|---|
+| planted | begins | settles | tried | of the best fixed | below 0.9 for | change |
+|---|--:|--:|--:|--:|--:|---|
 {chosen}{left_out}"""
 
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", default=",".join(SEEDS), help="without a seed, with a seed; default: both")
     parser.add_argument("--quick", action="store_true", help="short runs, for development: their figures mean little")
     parser.add_argument("--advice", action="store_true", help="only the verdicts, and following them")
-    parser.add_argument("--auto", action="store_true", help='only the options that are "auto"')
+    parser.add_argument("--auto", action="store_true", help='only the runs with num_workers="auto"')
     parser.add_argument("--save", action="store_true", help="write docs/reference/verdicts.md; takes all rows")
     given = parser.parse_args(arguments)
     modes, both = given.modes.split(","), given.advice == given.auto
@@ -86,10 +86,8 @@ def measured(row: Row, modes: list[str], times: Times, *, advice: bool, auto: bo
     if advice:
         for mode in modes:
             yield advise(row, mode, times)
-    for setting in row.auto if auto else ():
-        # Other settings than the number of workers are chosen in the same way with and without a seed.
-        for mode in modes if setting == "num_workers" else modes[-1:]:
-            yield choose(row, mode, setting, times)
+    for mode in modes if auto and row.auto else ():
+        yield choose(row, mode, times)
 
 
 def line(outcome: Advised | Chosen) -> str:

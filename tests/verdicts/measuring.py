@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from asyncloader import DataLoader
+from asyncloader.options.auto import choice_of
 from asyncloader.options.objects import grouped
 from asyncloader.telemetry.diagnosis import Diagnosis
 from tests.verdicts.planted import AsyncPlanted
-from tests.verdicts.rows import LADDERS, SEEDS, Row
+from tests.verdicts.rows import LADDER, SEEDS, Row
 
 FEWEST = 16
 """Batches that are read at least, so that there is something to judge."""
@@ -38,7 +39,7 @@ class Run(NamedTuple):
     Attributes:
         came: when its batches came, in seconds since the first.
         skipped: the number of batches at the beginning that do not count.
-        numbers: of the watched option, with each batch.
+        numbers: of workers, with each batch.
         diagnosis: what was said.
     """
 
@@ -81,10 +82,10 @@ class Advised(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A planted run in which an option was "auto".
+    """A planted run in which the number of workers was "auto".
 
     Attributes:
-        row, mode, setting: which.
+        row, mode: which.
         first, last: the number at the first batch, and at the last.
         rate: batches per second once it had settled.
         best, best_rate: of the fixed numbers.
@@ -95,7 +96,6 @@ class Chosen(NamedTuple):
 
     row: Row
     mode: str
-    setting: str
     first: int
     last: int
     rate: float
@@ -107,17 +107,16 @@ class Chosen(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"{named(self.row, self.mode)}: {self.setting}"
+        return f"{named(self.row, self.mode)}: auto"
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Of the table: planted, setting, begins, settles, trials, of the best, below 0.9, change, following gave."""
+        """Of the table: planted, begins, settles, trials, of the best, below 0.9, change, following gave."""
         change = ", ".join(f"`{words(each)}`: {ratio:.2f}" for each, ratio in self.tried)
         best = f"{self.rate / self.best_rate:.0%} of {self.best_rate:.1f}/s with {self.best}"
         numbers = (str(self.first), str(self.last), str(self.trials))
         return (
             named(self.row, self.mode),
-            f"`{self.setting}`",
             *numbers,
             best,
             f"{self.below_s:.0f} s",
@@ -157,7 +156,7 @@ def make(row: Row, mode: str, place: Any, **changes: Any) -> DataLoader[Any]:
     return DataLoader[Any](row.dataset(place), **grouped(options))
 
 
-def read(row: Row, loader: DataLoader[Any], seconds: float, watched: str = "num_workers", *, skip: bool = True) -> Run:
+def read(row: Row, loader: DataLoader[Any], seconds: float, *, skip: bool = True) -> Run:
     """Read epochs for so long, and close the loader. The time begins with the first batch, or with `skip` as soon as
     the batches have come that were ahead of it: they were made while workers were starting.
     """
@@ -169,7 +168,7 @@ def read(row: Row, loader: DataLoader[Any], seconds: float, watched: str = "num_
             for batch in loader:
                 row.consume(batch)
                 came.append(time.perf_counter())
-                numbers.append(int(getattr(loader, watched) or 0))
+                numbers.append(int(loader.stats()["data/num_workers"]))
                 if len(came) >= skipped + FEWEST and came[-1] - came[skipped] >= seconds:
                     return Run([at - came[0] for at in came], skipped, numbers, loader.diagnose())
 
@@ -177,7 +176,7 @@ def read(row: Row, loader: DataLoader[Any], seconds: float, watched: str = "num_
 def ahead(loader: DataLoader[Any]) -> int:
     """About how many batches are made ahead of the first."""
     flight = int(getattr(loader, "concurrency", None) or 256) if isinstance(loader.dataset, AsyncPlanted) else 0
-    return max(1, int(loader.num_workers)) * (int(loader.prefetch_factor or 0) + flight // (loader.batch_size or 1))
+    return max(1, loader.num_workers) * ((loader.prefetch_factor or 0) + flight // (loader.batch_size or 1))
 
 
 def rate(came: list[float], begin: float = 0.0) -> float:
@@ -220,18 +219,20 @@ def fact(text: str) -> str:
     return re.split(r" (?:Worth trying|auto has)\b", re.sub(r"^Input-bound: [^.]*\. ", "", text))[0]
 
 
-def choose(row: Row, mode: str, setting: str, times: Times) -> Chosen:
-    """Run a row with an option that is "auto", and with fixed numbers, in turn, twice.
+def choose(row: Row, mode: str, times: Times) -> Chosen:
+    """Run a row with num_workers="auto", and with fixed numbers, in turn, twice.
 
     Raises:
         CannotPlant: this machine does not allow the row's condition.
     """
     with row.beside() as place:
-        loader = make(row, mode, place, **{setting: "auto"})
-        found = read(row, loader, times.auto, setting, skip=False)
+        loader = make(row, mode, place, num_workers="auto")
+        found = read(row, loader, times.auto, skip=False)
+        choice = choice_of(loader)
+        decisions = () if choice is None else choice.decisions
         first, change = found.numbers[0], dict(found.diagnosis.change)
-        numbers = sorted({*(row.ladder or LADDERS[setting]), first})
-        settings: list[dict[str, Any]] = [{setting: number} for number in numbers]
+        numbers = sorted({*(row.ladder or LADDER), first})
+        settings: list[dict[str, Any]] = [{"num_workers": number} for number in numbers]
         if change and change not in settings:
             settings.append(change)
         rates: list[list[float]] = [[] for _ in settings]
@@ -242,8 +243,8 @@ def choose(row: Row, mode: str, setting: str, times: Times) -> Chosen:
     best = max(range(len(numbers)), key=means.__getitem__)
     begun = means[numbers.index(first)]
     return Chosen(
-        *(row, mode, setting, first, found.numbers[-1], rate(found.came, times.settled), numbers[best], means[best]),
+        *(row, mode, first, found.numbers[-1], rate(found.came, times.settled), numbers[best], means[best]),
         below_s=longest_below(found.came, LEAST * begun),
-        trials=sum("tries" in each for each in getattr(getattr(loader, setting), "decisions", ())),
+        trials=sum("tries" in each for each in decisions),
         tried=[(change, means[settings.index(change)] / begun)] if change else [],
     )

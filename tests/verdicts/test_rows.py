@@ -36,13 +36,13 @@ def test_failures_and_the_page() -> None:
     wrong = Advised(
         SLOW, SEEDED, Diagnosis("cpus", {}, {"num_workers": 4}, 2.0, "Busy | full."), [({"num_workers": 4}, 0.5)]
     )
-    chosen = Chosen(SLOW, SEEDED, "num_workers", 2, 16, 95.0, 16, 100.0, 3.0, 4, [({"num_workers": 16}, 5.0)])
+    chosen = Chosen(SLOW, SEEDED, 2, 16, 95.0, 16, 100.0, 3.0, 4, [({"num_workers": 16}, 5.0)])
     short = chosen._replace(rate=89.0, below_s=4.0)
     assert [len(each.failures) for each in (good, wrong, chosen, short)] == [0, 2, 0, 2]
     written = page([good, wrong, chosen], {"a quota": "no control group can be made"}, Times())
     assert "| slow storage (torch) | **fetch**: Reads wait. | `num_workers=4` | 0.50 |\n" in written
     assert "| slow storage (seeded) | **cpus**: Busy / full. | `num_workers=4` | 0.50 |\n" in written
-    numbers = "`num_workers` | 2 | 16 | 4 | 95% of 100.0/s with 16 | 3 s | `num_workers=16`: 5.00"
+    numbers = "2 | 16 | 4 | 95% of 100.0/s with 16 | 3 s | `num_workers=16`: 5.00"
     assert f"| slow storage (seeded) | {numbers} |\n" in written
     assert written.endswith("Left out on this machine: a quota, as no control group can be made.\n")
 

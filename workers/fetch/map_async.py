@@ -65,10 +65,6 @@ class AsyncMapFetcher(MapFetcher):
             and inspect.iscoroutinefunction(getattr(type(maker.dataset), "__getitem__", None))
         )
 
-    def limit(self, concurrency: int) -> None:
-        """Await this many samples at a time from now on. Any thread."""
-        self._limiter.limit = concurrency
-
     async def _batch(self, index: Any, first: BatchPosition | None) -> Any:
         maker = self._maker
         (samples,) = await self._limiter.gather(
@@ -273,7 +269,6 @@ class ConcurrencyLimiter:
 
     def _launch(self) -> None:
         queue = self._queue
-        # Not only once: the limit may have been raised.
         while queue and self._running < self.limit:
             # The oldest batch first, because it is delivered first.
             batch = queue[0]

@@ -126,14 +126,6 @@ class DatasetReader(ReaderEnd):
         self._time(self._stage, seconds)
         self._stage = "fetch"
 
-    def limit(self, concurrency: int) -> None:
-        """Await this many samples of an asynchronous map dataset at a time, from now on and in later epochs. Any
-        thread.
-        """
-        self._concurrency = concurrency
-        if isinstance(self._fetcher, AsyncMapFetcher):
-            self._fetcher.limit(concurrency)
-
     # ------------------------------------------------------------------------------------------- beginning
 
     def begin(self, start: EpochStart) -> None:

@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 TASK, RING, RESET, STOP = 1, 2, 3, 4
 ASSIGNMENT = 6
 """The shards that the worker reads next, of a dataset whose shards the main process assigns."""
-LIMIT = 8
-"""The number of samples that the worker awaits at a time, from now on."""
 # worker -> main
 RESULT, ERROR, EXHAUSTED, RESET_DONE, READY = 11, 12, 13, 14, 15
 STARTED = 16
@@ -57,7 +55,6 @@ PREFIX_BYTES = _PREFIX.size
 _TASK = struct.Struct("=IBIQiId")  # prefix, epoch, seq, slot, ring, sent
 _TASK_HEAD = struct.Struct("=IQiId")
 _RING_HEAD = struct.Struct("=IIQ")  # number, slots, slot_bytes
-_LIMIT_HEAD = struct.Struct("=I")  # samples
 _RESET_HEAD = struct.Struct("=I")  # epoch
 _STARTED_HEAD = struct.Struct("=II")  # epoch, bytes of the error
 _SIZE = struct.Struct("=I")
@@ -72,7 +69,6 @@ _SENT, _SENT_AT = struct.Struct("=d"), struct.calcsize("=IQiQQId?I")
 MOST_FRAME = 1 << 31
 """Bytes of a frame, at most, unless a splitter says otherwise."""
 _LONGEST_S = 1e12
-_MOST_SAMPLES = 1 << 16  # at a time, as when a service's node is connected
 _MOST_COPIES = 1 << 10  # of a dataset, in one worker
 
 
@@ -129,19 +125,6 @@ def unpack_ring(body: bytes) -> tuple[int, int, int]:
     """Return ring number, slots, bytes per slot."""
     number, slots, slot_bytes = _unpack(_RING_HEAD, body)
     return number, slots, slot_bytes
-
-
-def pack_limit(samples: int) -> bytes:
-    """Pack the number of samples to await at a time."""
-    return pack(LIMIT, _LIMIT_HEAD.pack(samples))
-
-
-def unpack_limit(body: bytes) -> int:
-    """Return the number of samples."""
-    (samples,) = _unpack(_LIMIT_HEAD, body)
-    if not 1 <= samples <= _MOST_SAMPLES:
-        raise ValueError(f"broken stream: a limit of {samples} samples at a time")
-    return int(samples)
 
 
 def pack_reset(kind: int, epoch: int, payload: bytes = b"") -> bytes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
 from asyncloader.bridge import in_thread
+from asyncloader.samplers.positions import PlacedSamples, ShardStream
 from asyncloader.service.definition import FUNCTIONS, Defined, PickledDefinition, check_extra, pickle_definition
 from asyncloader.workers.source import THREADS
 
@@ -146,7 +147,7 @@ class _SizedAsyncStream(_Sized, _AsyncStream):
     pass
 
 
-class _Shards(RemoteDataset, IterableDataset[Any]):
+class _Shards(RemoteDataset, ShardStream, IterableDataset[Any]):
     """A dataset whose shards the loader assigns; a node plans each epoch. Interface as `RemoteIterableDataset`."""
 
     def __init__(self, defined: Defined, service: Any, info: DatasetInfo) -> None:
@@ -206,7 +207,7 @@ class _Shards(RemoteDataset, IterableDataset[Any]):
         return self if self.info.streams is None else _FixedStreams(self, seed)
 
 
-class _FixedStreams(RemoteDataset, Dataset[Any]):
+class _FixedStreams(RemoteDataset, PlacedSamples, Dataset[Any]):
     """Fixed streams, whose samples a node counts and a service's workers read. Interface as `FixedStreams`.
 
     Args:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset
+from asyncloader.options.auto import choice_of
 from asyncloader.telemetry.tuner import Decision, Measured, WorkerTuner
 from asyncloader.workers.memory.ring_manager import RingManager
 from tests.helpers.comparing import assert_same
@@ -61,9 +62,14 @@ class Trying(Planned):
         return None if found is None else found._replace(kept=False)
 
 
+def choice(loader: Any) -> Any:
+    """The loader's choice of the number."""
+    return choice_of(getattr(loader, "_asyncloader_spec", loader))
+
+
 def planned(loader: Any, *numbers: int) -> Any:
     """Have the loader go through these numbers of workers."""
-    loader.num_workers.tuner = Planned(*numbers)
+    choice(loader).tuner = Planned(*numbers)
     return loader
 
 
@@ -93,13 +99,13 @@ def epochs(kind: str, numbers: tuple[int, ...], count: int, dataset: Any, **opti
     found: list[Any] = []
     if kind == "sync":
         with planned(DataLoader(dataset, num_workers="auto", **options), *numbers) as loader:
-            while len(found) < count or loader.num_workers.tuner.numbers:
+            while len(found) < count or choice(loader).tuner.numbers:
                 found.append(list(loader))
             return found[:count], (loader.stats(), loader.explain())
 
     async def run() -> Any:
         async with planned(AsyncDataLoader(dataset, num_workers="auto", **options), *numbers) as loader:
-            while len(found) < count or loader.num_workers.tuner.numbers:
+            while len(found) < count or choice(loader).tuner.numbers:
                 found.append([batch async for batch in loader])
             return found[:count], (loader.stats(), loader.explain())
 
@@ -134,8 +140,7 @@ def test_workers_that_an_earlier_epoch_had_no_time_to_start() -> None:
     with planned(
         DataLoader[Any](Rows(SAMPLES), num_workers="auto", persistent_workers=True, **OPTIONS), 1, 4
     ) as loader:
-        number: Any = loader.num_workers
-        tuner = number.tuner
+        tuner: Any = choice(loader).tuner
         for _ in loader:
             if not tuner.numbers:
                 break
@@ -248,7 +253,7 @@ def test_an_excused_worker_that_is_killed_before_it_is_needed_again() -> None:
     with DataLoader[Any](samples, **OPTIONS) as loader:
         expected = list(loader)
     with DataLoader[Any](samples, num_workers="auto", **OPTIONS) as loader:
-        vars(loader)["num_workers"].tuner = tuner = Trying(4, 2)
+        choice(loader).tuner = tuner = Trying(4, 2)
         batches: Any = iter(loader)
         found: list[Any] = []
         while loader.stats()["data/num_workers"] != 2.0:
@@ -313,7 +318,7 @@ def test_each_ring_knows_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> 
     dataset = Growing(20_000)  # whose small samples last until three processes have begun
     with planned(DataLoader[Any](dataset, num_workers="auto", batch_size=4, seed=3), 1, 3, 3) as loader:
         batches = iter(loader)
-        while loader.num_workers.tuner.numbers or loader.stats()["data/num_workers"] < 3.0:
+        while choice(loader).tuner.numbers or loader.stats()["data/num_workers"] < 3.0:
             next(batches)
         assert sum(1 for _ in batches) > 0
     assert asked[-1] == 3  # rings may have grown before, as workers are ahead of the consumer

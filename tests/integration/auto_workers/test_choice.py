@@ -16,14 +16,15 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
+from asyncloader.cpus import usable_cpus
 from asyncloader.dataloader2 import MultiProcessingReadingService
 from asyncloader.epoch.worker_count import WorkerCount
-from asyncloader.options.auto import AutoValue
+from asyncloader.options.auto import WorkerChoice, first_number
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.tuner import Decision, Measured, WorkerTuner
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows
-from tests.integration.auto_workers.test_changing_workers import planned
+from tests.integration.auto_workers.test_changing_workers import choice, planned
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -104,33 +105,30 @@ def test_refusals_of_others() -> None:
 
 
 def test_the_attribute() -> None:
-    """It is "auto", also for copies and clones; and the number now where it is compared with a number."""
+    """It is the number to begin with; copies and clones choose anew."""
     loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
-    number: Any = loader.num_workers
-    assert number > 0
-    assert not number < 1
-    assert 1 <= number <= 64
-    assert [*range(number)] == [*range(int(number))]
-    assert f"{number}" == "auto"
-    assert number == "auto"
-    assert "num_workers=auto" in repr(loader)
-    other: Any
+    assert loader.num_workers == min(usable_cpus(), 4)
     for other in (loader.clone(), pickle.loads(pickle.dumps(loader)), copy.deepcopy(loader)):
-        assert other.num_workers == "auto"
-        assert other.num_workers is not number
+        assert choice(other) not in (None, choice(loader))
     assert loader.clone(num_workers=0).num_workers == 0
-    assert loader.clone(num_workers=3).num_workers == 3
-    assert vars(AsyncDataLoader.from_torch(loader)._spec)["num_workers"] == "auto"
-    assert vars(DataLoader[Any](Rows(64)).clone(num_workers="auto", seed=2))["num_workers"] == "auto"
+    assert choice(loader.clone(num_workers=3)) is None
+    assert choice(AsyncDataLoader.from_torch(loader)) is not None
+    assert choice(DataLoader[Any](Rows(64)).clone(num_workers="auto", seed=2)) is not None
     assert_same(loader.batch_at(7), DataLoader[Any](Rows(64), seed=1).batch_at(7))
+
+
+@pytest.mark.parametrize("name", ["prefetch_factor", "concurrency"])
+def test_other_options_are_numbers(name: str) -> None:
+    """An error says what measures some."""
+    with pytest.raises((TypeError, ValueError), match=f"{name} should be .*asyncloader try"):
+        DataLoader(Rows(64), num_workers=1, **{name: "auto"})  # type: ignore[arg-type]
 
 
 def test_worker_info_has_the_most_workers_that_there_may_be() -> None:
     """Every worker's id is below that number, which never changes."""
     with DataLoader[Any](Rows(64), num_workers="auto", seed=1, collate_fn=_info) as loader:
         found = set(loader)
-    most: Any = loader.num_workers
-    assert {number for _, number in found} == {most.most_workers}
+    assert {number for _, number in found} == {choice(loader).most_workers}
     assert all(worker < number for worker, number in found)
 
 
@@ -143,7 +141,7 @@ def _info(_: Any) -> tuple[int, int]:
 def test_open_files_bound_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take no more than half of them; those that there are stay."""
     loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
-    count = WorkerCount(AutoValue("num_workers"), EpochConfig.of(loader))
+    count = WorkerCount(WorkerChoice(), EpochConfig.of(loader))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (140, 4096))
     for there, most in ((2, 10), (12, 12)):
         count._pool = SimpleNamespace(processes=[None] * there)  # type: ignore[assignment]
@@ -166,7 +164,7 @@ def test_torch_mode(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
             found = [list(loader) for _ in range(2)]
             explained = loader.explain()
         states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
-        return found, states, (int(loader.num_workers), explained)
+        return found, states, (loader.num_workers, explained)
 
     found, states, (number, explained) = run("auto")
     assert f"num_workers: has {number}, after a trial of" in explained
@@ -196,7 +194,7 @@ def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pyt
     monkeypatch.setattr(worker_trial, "perf_counter", lambda: 1e9 if Undecided.tried else 1.0)
     with DataLoader[Any](Rows(8), num_workers="auto") as loader:
         assert len(list(loader)) == 8
-        assert int(loader.num_workers) == int(AutoValue("num_workers")) == Undecided.tried[0] - 1
+        assert loader.num_workers == first_number() == Undecided.tried[0] - 1
     assert "on random samples, 3 s at most, before the first epoch" in caplog.messages[0]
 
 
@@ -228,17 +226,12 @@ def test_a_number_that_is_left_to_the_loader_later() -> None:
     """`num_workers` may be set until an iterator is made, as torch's may; the same is refused as at construction."""
     loader: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1)
     loader.num_workers = "auto"
-    chosen: Any = loader.num_workers
-    assert chosen == "auto"
-    assert type(chosen) is AutoValue
-    loader.num_workers = chosen
-    assert loader.num_workers is chosen
+    assert loader.num_workers == first_number()
     with loader:
         assert_same(list(loader), list(DataLoader[Any](Rows(40), batch_size=4, seed=1)))
         assert loader.stats()["data/num_workers"] >= 1.0
-    other: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1)
-    other.num_workers = chosen
-    assert other.num_workers is not chosen
+    loader.num_workers = 2
+    assert choice(loader) is None
     stream: Any = DataLoader[Any](Stream(), seed=1)
     with pytest.raises(ValueError, match="another number of workers gives other batches"):
         stream.num_workers = "auto"
@@ -248,7 +241,7 @@ def test_a_number_that_is_left_to_the_loader_later() -> None:
         awaited.num_workers = "auto"
     awaited = AsyncDataLoader[Any](Rows(4), seed=1)
     awaited.num_workers = "auto"
-    assert awaited.num_workers == "auto"
+    assert awaited.num_workers == first_number()
 
 
 def test_an_empty_dataset(caplog: pytest.LogCaptureFixture) -> None:
@@ -257,6 +250,5 @@ def test_an_empty_dataset(caplog: pytest.LogCaptureFixture) -> None:
     with DataLoader[Any](dataset, num_workers="auto") as loader:
         assert list(loader) == []
         assert list(loader) == []
-        chosen: Any = loader.num_workers
-        assert not chosen.chosen
+        assert not choice(loader).chosen
     assert "trial" not in caplog.text

@@ -1,4 +1,4 @@
-"""Single steps of an epoch: made again alone, found by their samples, and left out."""
+"""Single steps of an epoch: made again alone, and left out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from asyncloader import (
     BucketBatchSampler,
     DataLoader,
     MixtureSampler,
-    PackingSampler,
     RemoteIterableDataset,
     StatefulDataLoader,
 )
@@ -109,30 +108,6 @@ def test_each_step_again(kind: str, case: str) -> None:
         assert_same([*begun, *rest], undisturbed.epoch())
 
 
-def indices(batch: Any) -> list[int]:
-    """The indices of a batch of `Rows`, or of a single sample."""
-    found: list[int] = (batch[0] if isinstance(batch, list | tuple) else batch).reshape(-1).int().tolist()
-    return found
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_where_a_sample_is(case: str) -> None:
-    """Its places, on any rank, are all of its occurrences, in every epoch."""
-    _, options = CASES[case]
-    options = {"seed": 11, **options, "num_workers": 0, "persistent_workers": False, "workers": None}
-    ranks = []
-    for rank in range(RANKS):
-        with run_of("sync", Rows(SIZE), **options, rank=rank, world_size=RANKS) as run:
-            run.epoch()
-            ranks.append([indices(batch) for batch in run.epoch()])
-            for index in (0, 17, SIZE - 1, SIZE):
-                found = run.loader.where(index, epoch=1)
-                assert found == sorted(set(found))
-                if rank == RANKS - 1:
-                    assert {ranks[at.rank][at.step][at.number] for at in found} <= {index}
-                    assert len(found) == sum(batch.count(index) for batches in ranks for batch in batches)
-
-
 @pytest.mark.parametrize("kind", ["sync", "asyncio"])
 @pytest.mark.parametrize("case", CASES)
 def test_steps_left_out(kind: str, case: str) -> None:
@@ -217,8 +192,6 @@ def test_fixed_streams(tmp_path: Path, ranks: int) -> None:
         loader.set_epoch(0)
         loader.skip([2])
         assert [numbers.tolist() for numbers, _ in loader] == [*batches[0][:2], *batches[0][3:]]
-        with pytest.raises(ValueError, match=r"streams have no indices; batch_at\(step, epoch=...\) makes any batch"):
-            loader.where(3)
     with DataLoader(dataset, batch_size=6 // ranks, seed=3, decode=fields_of, **given) as loader:
         loader.skip([0, 100])  # the samples are counted later
         with pytest.raises(IndexError, match=f"epoch 0 has no step 100: it has {len(batches[0])} batches"):
@@ -232,8 +205,6 @@ def test_of_a_service(tmp_path: Path) -> None:
         with DataLoader[Any](definitions.drawn(), **given) as loader:
             batches = list(loader)
             assert_same(loader.batch_at(5, epoch=0), batches[5])
-            ((step, _, number),) = loader.where(17, epoch=0)
-            assert batches[step]["index"][number] == 17
             loader.set_epoch(0)
             loader.skip([0, 2])
             assert_same(list(loader), [batches[1], *batches[3:]])
@@ -279,9 +250,9 @@ class AwaitedIndices:
 def test_refused(make: Any, why: str) -> None:
     """Where a batch does not follow from its step, with the reason."""
     loader: Any = make()
-    calls: list[Any] = [lambda: loader.where(1), lambda: loader.skip([1]), lambda: loader.batch_at(1)]
+    calls: list[Any] = [lambda: loader.skip([1]), lambda: loader.batch_at(1)]
     if isinstance(loader, AsyncDataLoader):
-        calls[2] = lambda: run_async(loader.batch_at(1))
+        calls[1] = lambda: run_async(loader.batch_at(1))
     for call in calls:
         with pytest.raises(ValueError, match=f"single steps cannot be addressed: .*{why}"):
             call()
@@ -306,31 +277,13 @@ def test_wrong_arguments() -> None:
 @pytest.mark.parametrize("one", [np.int64(1), np.uint8(1), torch.tensor(1)])
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_integers_of_arrays(one: Any, shuffle: bool) -> None:
-    """Count as Python's: steps and indices are found in arrays and batches."""
+    """Count as Python's: steps are found in arrays and batches."""
     with DataLoader(Rows(9), batch_size=2, seed=1, shuffle=shuffle) as loader:
         batches = list(loader)
         assert_same(loader.batch_at(one, epoch=0), batches[1])
-        assert loader.where(one, epoch=0) == loader.where(1, epoch=0) != []
         loader.set_epoch(0)
         loader.skip([one])
         assert_same(list(loader), [batches[0], *batches[2:]])
-
-
-def test_packed_rows() -> None:
-    """A row is found, and so is a sequence in its row, or in all rows that have a part of it."""
-    for strategy in ("best_fit", "wrap"):
-        lengths: Any = [1 + i % 7 for i in range(SIZE)]
-        sampler = PackingSampler(lengths, 8, 4, strategy=strategy)
-        rows = list(sampler)
-        with DataLoader(Rows(SIZE), batch_size=4, seed=1, sampler=sampler) as loader:
-            for index in range(SIZE):
-                wanted = [
-                    at
-                    for at, row in enumerate(rows)
-                    if any(index in (part, part[0] if type(part) is tuple else -1) for part in row)
-                ]
-                assert [4 * place.step + place.number for place in loader.where(index)] == wanted != []
-            assert loader.where(rows[5]) == [(1, 0, 1)]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("rows", "processes"), [(400, 1), pytest.param(3000, 10, marks=pytest.mark.slow)])

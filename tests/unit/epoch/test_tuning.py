@@ -1,4 +1,4 @@
-"""EpochTuning: settings take turns, and one iterator at a time changes them."""
+"""EpochTuning: windows begin once a change has taken effect, and one iterator at a time changes the number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncloader.epoch.tuning import EpochTuning, TunedSetting
-from asyncloader.options.auto import AutoValue
+from asyncloader.options.auto import WorkerChoice
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.telemetry.tuner import Measured, Tuner
 
@@ -22,8 +22,8 @@ class Doubling(Tuner):
         return () if self.value > 1 else (2,)
 
 
-def choice() -> AutoValue:
-    auto = AutoValue("concurrency")
+def choice() -> WorkerChoice:
+    auto = WorkerChoice()
     auto.tuner = Doubling(1)
     return auto
 
@@ -33,7 +33,7 @@ class Setting(TunedSetting):
 
     units = "of them", "of them"
 
-    def __init__(self, name: str, applied: list[tuple[str, int]], auto: AutoValue | None = None) -> None:
+    def __init__(self, name: str, applied: list[tuple[str, int]], auto: WorkerChoice | None = None) -> None:
         super().__init__(auto or choice())
         self.name, self._applied, self.waits, self.closed = name, applied, False, False
 
@@ -60,17 +60,15 @@ def delivered(tuning: EpochTuning, statistics: Statistics, batches: int) -> None
         tuning.delivered()
 
 
-def test_settings_take_turns() -> None:
-    """While one is tried, the other stays; it is tried once nothing is left to be tried of the first."""
+def test_a_trial_that_gains_nothing() -> None:
+    """Batches come no faster, so that it is rejected, behind two windows of it."""
     statistics, applied = Statistics(), list[Any]()
-    settings = [Setting(name, applied) for name in "ab"]
-    tuning = EpochTuning(settings, statistics, lambda: 1)
+    setting = Setting("a", applied)
+    tuning = EpochTuning(setting, statistics)
     tuning.start()
-    assert applied == [("a", 1), ("b", 1)]
     delivered(tuning, statistics, 40)
-    # Batches come no faster, so that each trial is rejected, behind two windows of it.
-    assert applied[2:] == [("a", 2), ("a", 1), ("b", 2), ("b", 1)]
-    assert list(settings[1].auto.decisions) == [
+    assert applied[:3] == [("a", 1), ("a", 2), ("a", 1)]
+    assert list(setting.auto.decisions)[:2] == [
         "tries 2 of them instead of 1: the consumer waits 100% of the time",
         "goes to 1 of them instead of 2: batches came +0.0% faster, where 0.0% is noise, with 2",
     ]
@@ -79,15 +77,15 @@ def test_settings_take_turns() -> None:
 def test_a_change_that_has_not_taken_effect_is_not_measured() -> None:
     """Windows begin once nothing is pending."""
     statistics, applied = Statistics(), list[Any]()
-    setting, other = Setting("a", applied), Setting("b", applied)
-    tuning = EpochTuning([setting, other], statistics, lambda: 1)
+    setting = Setting("a", applied)
+    tuning = EpochTuning(setting, statistics)
     tuning.start()
     delivered(tuning, statistics, 2)
-    other.waits = True
+    setting.waits = True
     seen = setting.auto.tuner.seen
     delivered(tuning, statistics, 20)
     assert setting.auto.tuner.seen == seen
-    other.waits = False
+    setting.waits = False
     delivered(tuning, statistics, 20)
     assert ("a", 2) in applied
 
@@ -97,7 +95,7 @@ def test_one_iterator_changes_the_settings() -> None:
     statistics, applied = Statistics(), list[Any]()
     first = Setting("first", applied)
     second = Setting("second", applied, first.auto)
-    one, two = (EpochTuning([each], statistics, lambda: 1) for each in (first, second))
+    one, two = (EpochTuning(each, statistics) for each in (first, second))
     one.start()
     two.start()
     delivered(two, statistics, 10)
@@ -107,15 +105,3 @@ def test_one_iterator_changes_the_settings() -> None:
     assert first.closed
     delivered(two, statistics, 2)
     assert applied[2:] == [("second", 2)]
-
-
-def test_a_trial_goes_on_in_the_next_epoch() -> None:
-    """Short epochs do not begin with the same setting each time."""
-    statistics, applied = Statistics(), list[Any]()
-    settings = [Setting(name, applied) for name in "ab"]
-    settings[1].auto.tuner._start(2, "it is planned")
-    tuning = EpochTuning(settings, statistics, lambda: 1)
-    tuning.start()
-    delivered(tuning, statistics, 3)
-    tuning.close()
-    assert (settings[0].auto.tuner.seen, settings[1].auto.tuner.seen) == (0, 2)

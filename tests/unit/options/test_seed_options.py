@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
 from asyncloader.options.checks import checks_of
-from asyncloader.options.declaration import DEFAULTS, FLAT_DEFAULTS, default_sampler
+from asyncloader.options.declaration import DEFAULTS, FLAT_DEFAULTS
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import flattened
 from asyncloader.ranks.topology import Topology, topology
@@ -106,17 +106,6 @@ def test_both_loaders_check(loader: Any) -> None:
         loader(DATA, rank=0, world_size=2)
     with pytest.raises(ValueError, match="needs a map dataset"):
         loader(Stream(), seed=1, on_uneven="pad")
-
-
-def test_a_users_sampler_keeps_its_place() -> None:
-    """No default sampler is made beside a sampler of the user's, for a stream, or without a seed."""
-    for arguments in (
-        (DATA, None, True, None, None),
-        (DATA, 5, True, SequentialSampler(DATA), None),
-        (DATA, 5, True, None, Batches()),
-        (Stream(), 5, True, None, None),
-    ):
-        assert default_sampler(*arguments) is None
 
 
 # -------------------------------------------------------------------------------------------- topology

@@ -29,17 +29,6 @@ def test_ring_round_trip() -> None:
     assert (kind, wire.unpack_ring(body)) == (wire.RING, (1, 8, 1 << 40))
 
 
-def test_limit_round_trip() -> None:
-    """Nine bytes carry the number of samples at a time; numbers that no loader sends are refused."""
-    frame = wire.pack_limit(1 << 16)
-    assert len(frame) == 9
-    kind, body = only_frame(frame)
-    assert (kind, wire.unpack_limit(body)) == (wire.LIMIT, 1 << 16)
-    for number in (0, 1 + (1 << 16)):
-        with pytest.raises(ValueError, match=f"a limit of {number} samples"):
-            wire.unpack_limit(only_frame(wire.pack_limit(number))[1])
-
-
 @pytest.mark.parametrize("kind", [wire.RESET, wire.RESET_DONE])
 def test_reset_round_trip(kind: int) -> None:
     """A reset and its answer carry the epoch and a payload."""
