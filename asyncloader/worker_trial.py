@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
-from asyncloader.options.auto import WorkerChoice, choice_of
+from asyncloader.options.auto import AutoWorkers, choice_of
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
@@ -67,7 +67,7 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
     _log.info('num_workers="auto" %s', auto.decisions[-1])
 
 
-def _try(spec: LoaderSpec[Any], until: float) -> WorkerChoice:
+def _try(spec: LoaderSpec[Any], until: float) -> AutoWorkers:
     """Read the dataset until the number has settled, or this time. Returns the trial's choice."""
     from asyncloader.loader import DataLoader
 

@@ -13,7 +13,7 @@ import logging
 from time import perf_counter
 from typing import NamedTuple
 
-from asyncloader.options.auto import WorkerChoice
+from asyncloader.options.auto import AutoWorkers
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.telemetry.tuner import Decision, Measured
 
@@ -33,7 +33,7 @@ class TunedSetting:
     units: tuple[str, str]
     """Its unit for 1, and for other values, in the log."""
 
-    def __init__(self, auto: WorkerChoice) -> None:
+    def __init__(self, auto: AutoWorkers) -> None:
         self.auto = auto
 
     @property

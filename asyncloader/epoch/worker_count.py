@@ -21,7 +21,7 @@ from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.tuning import TunedSetting
 from asyncloader.events import Event, Excused, Joined, Resized
-from asyncloader.options.auto import WorkerChoice
+from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, Decision, WorkerTuner, most_in_memory
 from asyncloader.workers.fetch.setup import EpochStart
@@ -48,7 +48,7 @@ class WorkerCount(TunedSetting):
 
     units = "worker", "workers"
 
-    def __init__(self, auto: WorkerChoice, config: EpochConfig) -> None:
+    def __init__(self, auto: AutoWorkers, config: EpochConfig) -> None:
         super().__init__(auto)
         # Not the options themselves: the loop refers to this, and must not keep the user's dataset and functions.
         self._overlaps, self._local = config.concurrent and not config.planned, config.workers is None

@@ -26,7 +26,7 @@ AUTO: Final = "auto"
 _FIRST_WORKERS = 4  # to begin with, if there are CPUs for them
 
 
-class WorkerChoice:
+class AutoWorkers:
     """The number of workers that a loader chooses by itself. Each loader has its own; a copy begins anew.
 
     The loader's attribute `num_workers` is the number to begin with; in torch mode, after the trial, the chosen number.
@@ -81,9 +81,9 @@ def first_number() -> int:
     return min(usable_cpus(), _FIRST_WORKERS)
 
 
-def choice_of(loader: Any) -> WorkerChoice | None:
+def choice_of(loader: Any) -> AutoWorkers | None:
     """The loader's own choice of the number of workers; None: the user gave a number."""
-    choice: WorkerChoice | None = vars(loader).get("_asyncloader_choice")
+    choice: AutoWorkers | None = vars(loader).get("_asyncloader_choice")
     return choice
 
 
@@ -110,7 +110,7 @@ def set_workers(loader: Any, value: Any) -> int:
     options = {**vars(loader._asyncloader_options), **now}
     iterable = loader._dataset_kind == DatasetKind.Iterable
     check_choice(options, iterable=iterable, makes_threads=makes_threads(loader.multiprocessing_context))
-    choice = vars(loader)["_asyncloader_choice"] = WorkerChoice()
+    choice = vars(loader)["_asyncloader_choice"] = AutoWorkers()
     if loader.prefetch_factor is None:
         loader.prefetch_factor = 2  # torch's default with workers
     return choice.number

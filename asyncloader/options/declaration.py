@@ -32,7 +32,7 @@ from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.never_iterated import taken
-from asyncloader.options.auto import WorkerChoice, check_choice, choice_of, first_number, is_auto, makes_threads
+from asyncloader.options.auto import AutoWorkers, check_choice, choice_of, first_number, is_auto, makes_threads
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -317,7 +317,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
         if is_auto(arguments["num_workers"]):
             check_choice(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
-            self.__dict__["_asyncloader_choice"] = WorkerChoice()
+            self.__dict__["_asyncloader_choice"] = AutoWorkers()
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         self.check_worker_number_rationality()
         changed = [name for name in defaults if flat[name] != defaults[name]]

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto import WorkerChoice, choice_of
+from asyncloader.options.auto import AutoWorkers, choice_of
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.ranks.topology import Topology, process_group, topology
@@ -115,7 +115,7 @@ class EpochConfig:
     loader_streams: int | None
     """Streams that an iterable dataset says that it has, of which each worker serves some, or which are read without
     workers; None: each worker reads a copy."""
-    auto: WorkerChoice | None
+    auto: AutoWorkers | None
     """The loader's own choice of the number; None: the user gave it."""
     tunes: bool
     """Whether the number changes while the epoch runs."""

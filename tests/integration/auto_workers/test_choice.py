@@ -19,7 +19,7 @@ from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, defi
 from asyncloader.cpus import usable_cpus
 from asyncloader.dataloader2 import MultiProcessingReadingService
 from asyncloader.epoch.worker_count import WorkerCount
-from asyncloader.options.auto import WorkerChoice, first_number
+from asyncloader.options.auto import AutoWorkers, first_number
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.tuner import Decision, Measured, WorkerTuner
 from tests.helpers.comparing import assert_same
@@ -141,7 +141,7 @@ def _info(_: Any) -> tuple[int, int]:
 def test_open_files_bound_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take no more than half of them; those that there are stay."""
     loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
-    count = WorkerCount(WorkerChoice(), EpochConfig.of(loader))
+    count = WorkerCount(AutoWorkers(), EpochConfig.of(loader))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (140, 4096))
     for there, most in ((2, 10), (12, 12)):
         count._pool = SimpleNamespace(processes=[None] * there)  # type: ignore[assignment]

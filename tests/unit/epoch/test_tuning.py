@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from asyncloader.epoch.tuning import EpochTuning, TunedSetting
-from asyncloader.options.auto import WorkerChoice
+from asyncloader.options.auto import AutoWorkers
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.telemetry.tuner import Measured, Tuner
 
@@ -22,8 +22,8 @@ class Doubling(Tuner):
         return () if self.value > 1 else (2,)
 
 
-def choice() -> WorkerChoice:
-    auto = WorkerChoice()
+def choice() -> AutoWorkers:
+    auto = AutoWorkers()
     auto.tuner = Doubling(1)
     return auto
 
@@ -33,7 +33,7 @@ class Setting(TunedSetting):
 
     units = "of them", "of them"
 
-    def __init__(self, name: str, applied: list[tuple[str, int]], auto: WorkerChoice | None = None) -> None:
+    def __init__(self, name: str, applied: list[tuple[str, int]], auto: AutoWorkers | None = None) -> None:
         super().__init__(auto or choice())
         self.name, self._applied, self.waits, self.closed = name, applied, False, False
 
