@@ -19,7 +19,7 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from torch.utils.data import ConcatDataset, StackDataset, Subset
+from torch.utils.data import ConcatDataset, Subset
 
 from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.data_end import not_the_end
@@ -53,10 +53,6 @@ def _collect(dataset: Any, found: list[Any]) -> None:
         _collect(dataset.dataset, found)
     elif isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
-            _collect(part, found)
-    elif isinstance(dataset, StackDataset):
-        parts: Any = dataset.datasets
-        for part in parts.values() if isinstance(parts, dict) else parts:
             _collect(part, found)
 
 

@@ -32,24 +32,9 @@ _repr.maxlong = 40
 
 def add_note(error: BaseException, text: str) -> None:
     """Add a note, unless the exception has it already or takes none."""
-    try:
-        notes = getattr(error, "__notes__", None) or []
-        if text in notes:
-            return
-        if type(error).add_note is BaseException.add_note:
-            _set_notes(error, [*notes, text])  # `add_note` fails where the class refuses attributes
-        else:
+    with suppress(Exception):  # the exception itself must reach the user in any case
+        if text not in getattr(error, "__notes__", ()):
             error.add_note(text)
-    except Exception:  # noqa: S110 - the exception itself must reach the user in any case
-        pass
-
-
-def _set_notes(error: BaseException, notes: list[str]) -> None:
-    """Set the notes, also of an exception that refuses attributes, as a frozen dataclass does."""
-    if notes:
-        BaseException.__setattr__(error, "__notes__", notes)
-    else:
-        BaseException.__delattr__(error, "__notes__")
 
 
 def take_notes(error: BaseException) -> list[str]:
@@ -59,7 +44,7 @@ def take_notes(error: BaseException) -> list[str]:
         # By their texts: the user's code may have added notes of its own, before or after.
         ours = [note for note in notes if note.startswith(_STARTS)]
         if ours:
-            _set_notes(error, [note for note in notes if note not in ours])
+            error.__notes__ = [note for note in notes if note not in ours]
     except Exception:
         return []
     return ours

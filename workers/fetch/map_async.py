@@ -18,16 +18,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-import torch
+from torch.utils.data import Subset
 
 from asyncloader.workers.fetch.data_end import not_the_end
+from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.decoding import Decoder, Failure
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch, note_shard, shard_and_key
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
@@ -56,6 +56,8 @@ class AsyncMapFetcher(MapFetcher):
         by_column: bool = False,
     ) -> None:
         super().__init__(maker, auto_collation, collate)
+        if isinstance(maker.dataset, Subset) and type(maker.dataset).__getitems__ is Subset.__getitems__:
+            self._batched_get = auto_collation and fetches_batches(maker.dataset.dataset)  # it would await nothing
         self._by_column = by_column
         self._limiter = ConcurrencyLimiter(concurrency)
         # The dataset's coroutine can be the sample's task itself: none of the dataset's code runs before the task does.
@@ -70,23 +72,10 @@ class AsyncMapFetcher(MapFetcher):
         (samples,) = await self._limiter.gather(
             lambda _, __: self._await_batch(index, first), 1, lambda _, error: add_note(error, describe_batch(index))
         )
-        if maker.decoder is None and not (maker.seeding is None and _holds_awaitables(samples)):
+        if maker.decoder is None:
             return list(samples) if isinstance(samples, SampleColumns) and not self._by_column else samples
-        if maker.decoder is not None and not _holds_awaitables(samples):
-            samples = samples if isinstance(samples, SampleColumns) else list(samples)
-            return await self._decode_batch(maker.decoder, index, first, samples)
-        pending = list(samples)
-        try:
-            return await self._gather(
-                index,
-                lambda item, _: self._await_and_decode(pending[item], maker.position(first, item)),
-                len(pending),
-                lambda item, error: maker.note(error, self._request(index, first, item)),
-            )
-        finally:
-            for sample in pending:
-                if inspect.iscoroutine(sample):
-                    sample.close()  # not awaited because of an error; a no-op for the others
+        samples = samples if isinstance(samples, SampleColumns) else list(samples)
+        return await self._decode_batch(maker.decoder, index, first, samples)
 
     async def _decode_batch(
         self, decoder: Decoder, index: Any, first: BatchPosition | None, samples: Sequence[Any]
@@ -109,16 +98,11 @@ class AsyncMapFetcher(MapFetcher):
         self._maker.seed_batch(first)
         samples = self._maker.dataset.__getitems__(index)
         samples = await samples if inspect.isawaitable(samples) else samples
-        return list(samples) if isinstance(samples, Iterator) else samples  # looking for awaitables would use it up
-
-    async def _await_and_decode(self, sample: Any, position: int | None) -> Any:
-        if inspect.isawaitable(sample):
-            sample = await sample
-        if self._maker.decoder is None:
-            return sample
-        # After the await, so that decoding begins with the sample's own random numbers, whatever reading drew.
-        self._maker.seed(position)
-        return await self._maker.decode_async(self._maker.decoder, sample)
+        if isinstance(samples, list | tuple) and samples and inspect.isawaitable(samples[0]):
+            for sample in filter(inspect.iscoroutine, samples):
+                sample.close()  # otherwise Python would warn that it was never awaited
+            raise TypeError("__getitems__ gave samples that are still to be awaited: await them in it")
+        return samples
 
     async def _each(
         self,
@@ -188,20 +172,6 @@ class AsyncMapFetcher(MapFetcher):
             # A sample of a shard is named by that: its index may mean nothing to the user.
             where = shard_and_key(sample)
             return await maker.on_error(request if where is None else request._replace(index=where), error, records)
-
-
-def _holds_awaitables(samples: Any) -> bool:
-    """Whether any sample is to be awaited. `samples` is whatever `__getitems__` gave, and no iterator."""
-    if isinstance(samples, (torch.Tensor, np.ndarray, SampleColumns)):
-        return False
-    try:
-        # Most batches have samples of one type, which is asked once.
-        return {*map(type, samples)} not in _PLAIN and any(map(inspect.isawaitable, samples))
-    except TypeError:  # not iterable: `collate_fn` may accept it
-        return False
-
-
-_PLAIN: list[set[type]] = [{dict}, {tuple}, {list}, {torch.Tensor}]
 
 
 class ConcurrencyLimiter:

@@ -26,7 +26,7 @@ from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData, Paused, answered_before
-from asyncloader.workers.fetch.dataset_kinds import assigns_shards, awaited_view, is_async_dataset, is_concurrent
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.decoding import Decoder, make_decode_threads
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
@@ -259,8 +259,7 @@ class DatasetReader(ReaderEnd):
             if self._threads is None:
                 return MapFetcher(maker, setup.auto_collation, self._collate)
             return ThreadMapFetcher(maker, setup.auto_collation, self._collate, self._threads)
-        dataset = awaited_view(self.dataset, is_async_dataset)
-        maker = SampleMaker(dataset, seeding, self._decoder, handler, slow=self._slow, asynchronous=True)
+        maker = SampleMaker(self.dataset, seeding, self._decoder, handler, slow=self._slow, asynchronous=True)
         by_column = setup.collate_fn is torch_collate.default_collate
         return AsyncMapFetcher(maker, setup.auto_collation, self._collate, self._concurrency, by_column=by_column)
 

@@ -104,14 +104,15 @@ def test_results_are_collated_as_torch_collates_them(options: dict[str, Any], na
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_results_of_async_getitems(workers: int, kind: str) -> None:
-    """An iterator is not exhausted in the search for awaitables; samples that are awaitable are awaited."""
+    """They are passed on as torch would; samples that nobody has awaited are refused."""
     options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "collate_fn": listed}
     for name in ("array", "tuple", "generator", "map", "indexed", "none"):
         batches = outcomes(kind, AsyncBatches(name), **options)
         assert batches == ([None, None] if name == "none" else [[0, 1], [2, 3]])
-    for results in (list, tuple, iter):
-        dataset = AwaitedLater(results)
-        assert outcomes(kind, dataset, **options) == [[0, 1], [2, 3]]
+    for results in (list, tuple):
+        ((error, text), *_) = outcomes(kind, AwaitedLater(results), **options)
+        assert error is TypeError
+        assert "samples that are still to be awaited" in text
 
 
 def decode(sample: int) -> int:

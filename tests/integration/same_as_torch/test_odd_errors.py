@@ -11,7 +11,6 @@ import pytest
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.workers.error_pickle import describe
-from asyncloader.workers.fetch.error_notes import add_note, take_notes
 from tests.drawn import scaled
 from tests.helpers.running import BOTH, outcomes
 
@@ -221,14 +220,3 @@ def test_an_error_whose_text_cannot_be_made() -> None:
         with pytest.raises(Exception) as caught:
             raise error
         assert __file__ in describe(caught.value)
-
-
-def test_notes_of_an_exception_that_refuses_attributes() -> None:
-    """The exception gets each note once, and `take_notes` removes and returns ours."""
-    error = Frozen(TEXT)
-    for _ in range(2):
-        add_note(error, "while fetching a test")
-        add_note(error, "another")
-    assert error.__notes__ == ["while fetching a test", "another"]
-    assert take_notes(error) == ["while fetching a test"]
-    assert error.__notes__ == ["another"]

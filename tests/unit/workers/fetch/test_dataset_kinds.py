@@ -77,6 +77,12 @@ def test_which_datasets_are_async(dataset: Any, asynchronous: bool) -> None:
     assert is_async_dataset(dataset) is asynchronous
 
 
+def test_a_stack_of_awaited_parts_is_refused() -> None:
+    """Its methods would await nothing; the error says what to write, also under a view."""
+    with pytest.raises(TypeError, match="a StackDataset does not await its parts' samples: write a dataset whose"):
+        is_async_dataset(Subset(StackDataset(Plain(), Async()), [0]))  # type: ignore[arg-type]
+
+
 def test_views_of_torch_only_pass_indices_on() -> None:
     """A dataset's own `__getitems__` is found through torch's views; a view alone does not count."""
     plain, whole = Plain(), Getitems()
