@@ -61,8 +61,6 @@ class FixedStreams(PlacedSamples, Dataset[Any]):
         seed: the loader's.
     """
 
-    _asyncloader_set_by_epoch = ("epoch", "_order", "_before")  # by `set_epoch`: see `dataset_marks`
-
     def __init__(self, source: RemoteIterableDataset, seed: int) -> None:
         self.source = source
         self.seed = seed

@@ -23,7 +23,7 @@ class Levels(Dataset[Any]):
     def __init__(self, stop: Any) -> None:
         self.level = 0
         self.epoch = 0
-        self.inner = {"levels": [0, 0]}
+        self.levels = [0, 0]
         self.stop = stop
 
     def set_epoch(self, epoch: int) -> None:
@@ -36,7 +36,7 @@ class Levels(Dataset[Any]):
         if index == 9 and self.stop.numel() and int(self.stop[0]):
             self.stop[0] = 0  # in memory that all processes share
             os.kill(os.getpid(), signal.SIGKILL)
-        return os.getpid(), self.level, self.inner["levels"][1], self.epoch
+        return os.getpid(), self.level, self.levels[1], self.epoch
 
 
 def two_epochs(kind: str, change: Any, *, set_epoch: bool, **options: Any) -> list[list[Any]]:
@@ -69,7 +69,7 @@ def two_epochs(kind: str, change: Any, *, set_epoch: bool, **options: Any) -> li
 
 def raise_level(dataset: Levels) -> None:
     dataset.level = 2
-    dataset.inner["levels"][1] = 3
+    dataset.levels[1] = 3
 
 
 @pytest.mark.parametrize(("kind", "method"), [("sync", "spawn"), ("asyncio", "forkserver")])
@@ -90,13 +90,11 @@ def test_forked_replacement_of_an_unchanged_dataset(kind: str, set_epoch: bool, 
 
 
 def in_place(dataset: Levels) -> None:
-    dataset.inner["levels"][1] = 3
+    dataset.levels[1] = 3
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize(
-    ("change", "named"), [(raise_level, "dataset.level"), (in_place, "dataset.inner['levels'][1]")]
-)
+@pytest.mark.parametrize(("change", "named"), [(raise_level, "dataset.level"), (in_place, "dataset.levels")])
 def test_forked_replacement_of_a_changed_dataset_is_refused(kind: str, change: Any, named: str) -> None:
     """The replacement would be forked with the dataset in its present state: the error names the changed attribute."""
     refused = f"No new worker was forked, because {re.escape(named)} has changed in the main process.*forkserver"
