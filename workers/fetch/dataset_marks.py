@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Subset
 
 _SCALARS = (bool, int, float, complex, str, bytes, types.NoneType, np.generic)
 _MOST_ITEMS = 100  # of a list
@@ -30,15 +30,12 @@ _set_by_epoch: dict[int, set[str]] = {}  # by dataset: the attributes that its `
 
 def marks(dataset: Any, path: str = "dataset") -> dict[str, Any]:
     """Return a mark of each attribute, by its path."""
-    found: dict[str, Any] = {}
-    for name, value in _attributes(dataset).items():
-        found[f"{path}.{name}"] = _mark(value)
-        # The parts of torch's `Subset`, and of its `ConcatDataset` and `StackDataset`.
-        if name == "dataset" and isinstance(value, Dataset):
-            found |= marks(value, f"{path}.{name}")
-        elif name == "datasets" and isinstance(value, list | tuple):
-            for number, part in enumerate(value):
-                found |= marks(part, f"{path}.{name}[{number}]")
+    found = {f"{path}.{name}": _mark(value) for name, value in _attributes(dataset).items()}
+    if isinstance(dataset, Subset):
+        found |= marks(dataset.dataset, f"{path}.dataset")
+    elif isinstance(dataset, ConcatDataset):
+        for number, part in enumerate(dataset.datasets):
+            found |= marks(part, f"{path}.datasets[{number}]")
     return found
 
 

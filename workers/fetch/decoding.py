@@ -15,13 +15,12 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
-from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.plain_calls import is_awaited
-from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.fetch.threads import JobThreads, run_each
 
 
 def check_decode(decode: Any, decode_threads: Any) -> None:
@@ -42,12 +41,6 @@ def check_decode(decode: Any, decode_threads: Any) -> None:
         raise ValueError(
             f"decode_threads should be a number of threads, 0 to decode inline, but got {decode_threads!r}"
         )
-
-
-class Failure(NamedTuple):
-    """In place of a sample: what decoding it raised."""
-
-    error: Exception
 
 
 class Decoder:
@@ -89,60 +82,28 @@ class Decoder:
         return self.threads.call(self.call, sample, context)
 
     async def decode_each(
-        self, samples: Sequence[Any], contexts: Iterable[Context], took: list[float], *, until_failure: bool
+        self,
+        samples: Sequence[Any],
+        contexts: Iterable[Context],
+        took: list[float],
+        *,
+        until_failure: bool,
+        threads: JobThreads | None = None,
     ) -> list[Any]:
-        """Return for each sample, in their order, the decoded sample or a `Failure`.
-
-        Every thread takes the next sample when it is done with one: a future for each sample would cost as much as a
-        quick `decode`.
+        """Return for each sample, in their order, the decoded sample or a `Failure`. See `run_each`.
 
         Args:
             samples: as read. Each is taken out of the sequence in the thread that decodes it, which may make it.
-            contexts: the context of each sample. Contexts of one batch must be different objects.
-            took: empty; gets the seconds of each sample, in their order.
-            until_failure: begin no samples after one has failed; then results behind the first failure mean nothing.
+            contexts: the context of each sample.
+            took: gets the seconds of each sample, in their order.
+            until_failure: begin no samples after one has failed.
+            threads: used if the decoder has none.
         """
-        left = deque(enumerate(contexts))
-        found: list[Any] = [None] * len(left)
-        took += [0.0] * len(left)
-        work = partial(self._decode_some, samples, left, found, took)
-        if self.threads is None:
-            work(until_failure)
-            return found
-        jobs = [self.threads.call(work, until_failure) for _ in range(min(self.threads.most, len(found)))]
-        try:
-            for job in jobs:
-                await job
-        finally:
-            # Nothing is left unless this is cancelled: then no thread begins another sample.
-            left.clear()
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
-        return found
 
-    def _decode_some(
-        self,
-        samples: Sequence[Any],
-        left: deque[tuple[int, Context]],
-        found: list[Any],
-        took: list[float],
-        until_failure: bool,
-    ) -> None:
-        """Decode samples until none is left. Several threads may run it."""
-        while left:
-            try:
-                number, context = left.popleft()
-            except IndexError:  # another thread has taken the last
-                return
-            began = perf_counter()
-            try:
-                found[number] = context.run(self.call, samples[number])
-                took[number] = perf_counter() - began
-            except Exception as error:
-                found[number] = Failure(error)
-                if until_failure:
-                    left.clear()  # all before it were taken before it, and are decoded to their end
+        def decode(item: int) -> Any:
+            return self.call(samples[item])
+
+        return await run_each(self.threads or threads, decode, contexts, took, until_failure=until_failure)
 
     async def decode(self, sample: Any, context: Context | None = None) -> Any:
         """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""

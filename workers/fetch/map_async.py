@@ -28,8 +28,7 @@ from torch.utils.data import Subset
 
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
-from asyncloader.workers.fetch.decoding import Decoder, Failure
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch, note_shard, shard_and_key
+from asyncloader.workers.fetch.error_notes import add_note, describe_batch, shard_and_key
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
 from asyncloader.workers.fetch.sample_errors import SkippedSample
@@ -76,23 +75,6 @@ class AsyncMapFetcher(MapFetcher):
             return list(samples) if isinstance(samples, SampleColumns) and not self._by_column else samples
         samples = samples if isinstance(samples, SampleColumns) else list(samples)
         return await self._decode_batch(maker.decoder, index, first, samples)
-
-    async def _decode_batch(
-        self, decoder: Decoder, index: Any, first: BatchPosition | None, samples: Sequence[Any]
-    ) -> list[Any]:
-        contexts = self._maker.contexts(first, len(samples))
-        began, took = perf_counter(), list[float]()
-        found = await decoder.decode_each(samples, contexts, took, until_failure=True)
-        failed = next((item for item, result in enumerate(found) if isinstance(result, Failure)), None)
-        if failed is None:
-            self._maker.slow.note(took, partial(self._name, index), perf_counter() - began)
-            return found
-        try:
-            self._maker.note(found[failed].error, self._request(index, first, failed))
-            note_shard(found[failed].error, samples[failed])
-            raise found[failed].error
-        finally:
-            found.clear()  # it refers to errors, whose tracebacks refer to this frame
 
     async def _await_batch(self, index: Any, first: BatchPosition | None) -> Any:
         self._maker.seed_batch(first)

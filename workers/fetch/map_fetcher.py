@@ -28,10 +28,19 @@ from asyncloader.errors import is_about_sample
 from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
-from asyncloader.workers.fetch.error_notes import add_note, describe_batch, describe_sample, index_text, note_collation
+from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.error_notes import (
+    add_note,
+    describe_batch,
+    describe_sample,
+    index_text,
+    note_collation,
+    note_shard,
+)
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition
+from asyncloader.workers.fetch.threads import Failure, JobThreads
 
 
 class MapFetcher:
@@ -216,6 +225,36 @@ class MapFetcher:
                 raise
         self._note(indices, ends)
         return decoded
+
+    async def _decode_batch(
+        self,
+        decoder: Decoder,
+        index: Any,
+        first: BatchPosition | None,
+        samples: Sequence[Any],
+        threads: JobThreads | None = None,
+    ) -> list[Any]:
+        """Decode the samples of a whole batch concurrently, in the decoder's threads or else in these."""
+        contexts, took, began = self._maker.contexts(first, len(samples)), list[float](), perf_counter()
+        found = await decoder.decode_each(samples, contexts, took, until_failure=True, threads=threads)
+        self._raise_failure(found, index, first, samples)
+        self._maker.slow.note(took, partial(self._name, index), perf_counter() - began)
+        return found
+
+    def _raise_failure(
+        self, found: list[Any], indices: Any, first: BatchPosition | None, samples: Sequence[Any] = ()
+    ) -> None:
+        """Raise the first of the errors that these results have, if any, with notes of its sample."""
+        failed = next((item for item, result in enumerate(found) if type(result) is Failure), None)
+        if failed is None:
+            return
+        try:
+            self._maker.note(found[failed].error, self._request(indices, first, failed))
+            if samples:
+                note_shard(found[failed].error, samples[failed])
+            raise found[failed].error
+        finally:
+            found.clear()  # it refers to errors, whose tracebacks refer to this frame
 
     # ------------------------------------------------------------------------------------ fast paths: no error policy
 

@@ -14,15 +14,22 @@ import contextlib
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.data_end import not_the_end
 
 _Job = Callable[[], None]
+
+
+class Failure(NamedTuple):
+    """In place of a sample: what making it raised."""
+
+    error: Exception
 
 
 class _Notices:
@@ -161,6 +168,62 @@ class JobThreads:
         # `_lock` is set last in `__init__`: without it no thread was started.
         if not exiting() and hasattr(self, "_lock"):
             self._end_threads()
+
+
+async def run_each(
+    threads: JobThreads | None,
+    make: Callable[[int], Any],
+    contexts: Iterable[Context],
+    took: list[float],
+    *,
+    until_failure: bool,
+) -> list[Any]:
+    """Return what `make` returns for 0, 1 and so on, one for each context and called in it; or a `Failure`.
+
+    Every thread takes the next when it is done with one: a future for each would cost as much as a quick call. If this
+    is cancelled, calls that have not begun are left out, and results of those that have begun are ignored.
+
+    Args:
+        threads: None: all are made here.
+        make: makes one.
+        contexts: different objects. Those of one call may be those of another that has ended.
+        took: the seconds of each are added to these; where it is empty, it is filled.
+        until_failure: begin no other after one has failed; then results behind the first failure mean nothing.
+    """
+    left = deque(enumerate(contexts))
+    found: list[Any] = [None] * len(left)
+    took += [0.0] * (len(left) - len(took))
+    caught = Exception if threads is None else BaseException  # SystemExit in a thread must not end the process
+
+    def work(_: object) -> None:
+        while left:
+            try:
+                item, context = left.popleft()
+            except IndexError:  # another thread has taken the last
+                return
+            began = perf_counter()
+            try:
+                found[item] = context.run(make, item)
+                took[item] += perf_counter() - began
+            except caught as error:
+                stops = not isinstance(error, Exception) or isinstance(error, StopIteration | StopAsyncIteration)
+                found[item] = Failure(not_the_end(error, "the sample's code") if stops else error)  # type: ignore[arg-type]
+                if until_failure:
+                    left.clear()  # all before it were taken before it, and are made
+
+    if threads is None:
+        work(None)
+        return found
+    jobs = [threads.call(work, None) for _ in range(min(threads.most, len(found)))]
+    try:
+        for job in jobs:
+            await job
+    finally:
+        # Nothing is left unless this is cancelled: then no thread begins another.
+        left.clear()
+        for job in jobs:
+            job.cancel()
+    return found
 
 
 # The threads refer only to the queue, so an unused JobThreads is garbage, and its finalizer ends them.

@@ -10,8 +10,8 @@ from contextvars import copy_context
 import pytest
 
 from asyncloader.workers.fetch import decoding
-from asyncloader.workers.fetch.decoding import Decoder, Failure
-from asyncloader.workers.fetch.threads import JobThreads
+from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.threads import Failure, JobThreads
 
 CALLS, THREADS = 5000, 4
 
