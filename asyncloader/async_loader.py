@@ -35,7 +35,6 @@ from asyncloader.options.declaration import (
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
@@ -245,7 +244,6 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             await shielded(in_thread(state.keeper.retire_group))
         if state.statistics.trace is not None:
             await shielded(in_thread(state.statistics.finish_trace))
-        release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes have ended. Idempotent."""
@@ -262,7 +260,6 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             rings.close()
         state.keeper.retire_group()
         state.statistics.finish_trace()
-        release_service(vars(self._spec).get("dataset"))  # the attribute would ask about an unknown one
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position; see `DataLoader.state_dict`."""

@@ -34,7 +34,6 @@ from asyncloader.options.declaration import (
 )
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.service.client.remote_dataset import release_service
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.single_steps import (
     begin_at,
@@ -156,7 +155,6 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
             rings.close()
         state.keeper.retire_group()
         state.statistics.finish_trace()
-        release_service(vars(self).get("dataset"))  # the attribute would ask about a dataset that is still unknown
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.

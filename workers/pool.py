@@ -13,11 +13,9 @@ may run in any thread) and installed (`adopt`). `shutdown.py` decides how worker
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter
@@ -104,7 +102,6 @@ class WorkerPool:
         self._inboxes: list[Inbox] = []
         self._streams = bool(setup.starts[0].streams)  # whether each worker serves streams of the dataset
         self._listener: Listener | None = None
-        self._unwatch: Callable[[], object] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stop_lock = threading.RLock()  # a signal handler may close the loader, too
         # A forked child has a copy of this object. Its methods must leave the workers alone, which are the parent's.
@@ -233,9 +230,6 @@ class WorkerPool:
             )
         for process in self.processes:
             self._listen_to(loop, process)
-        places_changed = partial(self._places_changed, weakref.ref(self), loop)
-        self._unwatch = self._source.watch(places_changed)
-        places_changed()  # for changes between the epochs, when nothing was watched
         if self._used:
             # The number goes up before any task is sent: answers to the tasks of an epoch that was abandoned name an
             # older epoch, and are discarded.
@@ -246,18 +240,6 @@ class WorkerPool:
                 self._send(process, wire.pack_reset(wire.RESET, self.epoch, process.dumps(tuple(start))))
         self._used = True
         return self.epoch
-
-    @staticmethod
-    def _places_changed(pool: weakref.ref[WorkerPool], loop: asyncio.AbstractEventLoop) -> None:
-        def move() -> None:
-            this = pool()
-            if this is not None and this._loop is loop:
-                this._source.rebalance(this.processes)
-
-        # The source may call this in any thread; the workers belong to the loop's. Between the call and `move` the pool
-        # may be freed, or attached to another loop: hence the weak reference and the comparison.
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(move)
 
     def _listen_to(self, loop: asyncio.AbstractEventLoop, process: WorkerHandle) -> None:
         process.listen(loop, partial(self._on_readable, process), partial(self._on_death, process))
@@ -270,9 +252,6 @@ class WorkerPool:
         """Stop listening. In the loop's thread, or in any once the loop is closed. Idempotent."""
         loop, self._loop = self._loop, None
         self._listener = None
-        unwatch, self._unwatch = self._unwatch, None
-        if unwatch is not None:
-            unwatch()
         watchdog, self._watchdog = self._watchdog, None
         # A forked child shares its parent's epoll instance and must not change its registrations.
         if loop is None or loop.is_closed() or os.getpid() != self._owner:

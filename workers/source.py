@@ -133,10 +133,6 @@ class WorkerHandle(Protocol):
         ...
 
 
-def _nothing() -> None:
-    pass
-
-
 class WorkerSource(Protocol):
     """Makes the workers of one pool, and ends them."""
 
@@ -159,17 +155,6 @@ class WorkerSource(Protocol):
     def obstacle(self) -> str:
         """Why a replacement cannot be made, because it would differ from the other workers; empty if it can."""
         return ""
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Have this called, in any thread, when a better place for a worker may have appeared. Returns a function that
-        ends the calls. Without effect where there is one place.
-        """
-        del changed
-        return _nothing
-
-    def rebalance(self, workers: Sequence[Any]) -> None:
-        """End soon those of these workers whose replacements would get a better place. In the loop's thread."""
-        del workers
 
     async def look(self, workers: Sequence[Any], seconds: float) -> dict[int, Report]:
         """Report what these workers do: the stacks of their threads, or why these could not be had.

@@ -13,6 +13,7 @@ much as the program that it runs. No pickle travels over a service's connections
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -24,6 +25,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,8 +33,6 @@ from asyncloader.service.fingerprint import fingerprint
 
 FUNCTIONS = ("collate_fn", "worker_init_fn", "decode")
 """The loader's arguments that run in workers, so a definition returns them beside the dataset."""
-
-_PLAIN = (str, int, float, bool, type(None), list, dict)
 
 
 class Made(NamedTuple):
@@ -213,44 +213,26 @@ def _check_keys(value: Any) -> None:
 
 
 def _convert(owner: str, name: str, value: Any, hint: Any) -> Any:
-    kinds = (
-        typing.get_args(hint)
-        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        else (hint,)
-    )
-    problem = f"{owner}({name}=): {value!r:.60} is no {getattr(hint, '__name__', hint)}"
-    for kind in kinds:
-        plain = typing.get_origin(kind) or kind
-        if plain is Any or (plain is type(None) and value is None):
-            return value
-        # A caller may give 1 for a float. An integer of more than 1,024 bits would raise OverflowError.
-        if plain is float and type(value) is int and abs(value) < 1 << 1000:
-            return float(value)
-        # The exact type: True is an int, too, and would be taken for 1.
-        if plain in _PLAIN and type(value) is plain:
-            return value
-        if type(value) is str and plain is Path:
-            return Path(value)
-    if type(value) is not str:
-        raise ValueError(problem)
-    # A text, from a command line or a configuration file: a second pass, because a union may accept texts as they are.
-    for kind in kinds:
-        plain = typing.get_origin(kind) or kind
-        if plain is bool and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        if plain in (int, float):
-            try:
-                return plain(value)
-            except ValueError:
-                continue
-        if plain in (list, dict):
-            try:
-                made = json.loads(value)
-            except (ValueError, RecursionError):
-                continue
-            if type(made) is plain:
-                return made
-    raise ValueError(problem)
+    import msgspec  # late: a loader without a service does not need it
+
+    def path_of(kind: Any, given: Any) -> Path:
+        if kind is Path and type(given) is str:
+            return Path(given)
+        raise TypeError
+
+    # A text may come from a command line or a configuration, and stand for a number, a bool, a list or a dictionary.
+    ways: list[tuple[Any, bool]] = [(value, True)]
+    if type(value) is str:
+        ways.append((value, False))
+        with contextlib.suppress(ValueError, RecursionError):
+            ways.append((json.loads(value), True))
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    kinds = typing.get_args(hint) if is_union else (hint,)
+    for given, strict in ways:
+        for kind in kinds:
+            with contextlib.suppress(msgspec.ValidationError, TypeError):  # TypeError: not of plain values
+                return msgspec.convert(given, kind, strict=strict, dec_hook=path_of)
+    raise ValueError(f"{owner}({name}=): {value!r:.60} is no {getattr(hint, '__name__', hint)}")
 
 
 def check_extra() -> None:
@@ -293,46 +275,23 @@ class PickledDefinition(Definition):
 def pickle_definition(dataset: Any, functions: Mapping[str, Any]) -> Defined:
     """Pack a dataset, or a definition with its arguments, and the loader's functions that run in workers.
 
-    Code of `__main__`, which no node can import, is pickled with it.
+    Of a definition each process makes its dataset. Code of `__main__`, which no node can import, is pickled with it.
 
     Raises:
         Exception: as `cloudpickle.dumps`: a part cannot be pickled.
     """
     import cloudpickle
 
-    made: Callable[[], Any] = _Made(dataset, functions)
-    if isinstance(dataset, Defined):
-        by = dataset.definition
-        # A definition in a module that nodes can import is sent by its name, so that each process makes the dataset;
-        # otherwise the dataset is made here, and sent.
-        if isinstance(by, PickledDefinition) and not functions:
+    if isinstance(dataset, Defined) and isinstance(dataset.definition, PickledDefinition):
+        if not functions:
             return dataset
-        if isinstance(by, PickledDefinition) or by.function.__module__ == "__main__":
-            dataset, own = dataset.make()
-            made = _Made(dataset, {**own, **functions})
-        else:
-            made = _Named(f"{by.function.__module__}:{by.name}", dataset.arguments, by.fingerprint())
-    return Defined(PickledDefinition(cloudpickle.dumps(made)), {})
+        dataset, own = dataset.make()
+        functions = {**own, **functions}
+    return Defined(PickledDefinition(cloudpickle.dumps(partial(_made, dataset, dict(functions)))), {})
 
 
-class _Made:
-    def __init__(self, dataset: Any, functions: Mapping[str, Any]) -> None:
-        self._made = dataset, dict(functions)
-
-    def __call__(self) -> Any:
-        return self._made
-
-
-class _Named:
-    """Makes the dataset in the process that unpickles this, from a definition that it imports."""
-
-    def __init__(self, target: str, arguments: dict[str, Any], fingerprint: str) -> None:
-        self._target = target
-        self._arguments = arguments
-        self._fingerprint = fingerprint
-
-    def __call__(self) -> Any:
-        made_by = load_definition(self._target)
-        # The module was imported from this machine's files, which may be another version than the loader's.
-        made_by.check(self._fingerprint, "at the loader")
-        return Defined(made_by, self._arguments).make()
+def _made(dataset: Any, functions: dict[str, Any]) -> Any:
+    if isinstance(dataset, Defined):
+        dataset, own = dataset.make()
+        functions = {**own, **functions}
+    return dataset, functions

@@ -73,9 +73,7 @@ def with_functions(n: int = 40) -> Any:
 
 def as_pair(samples: list[Any]) -> Pair:
     """Put samples together."""
-    return Pair(
-        torch.tensor([each["index"] for each in samples]), torch.stack([each["noise"] for each in samples]).to_sparse()
-    )
+    return Pair(torch.tensor([each["index"] for each in samples]), torch.stack([each["noise"] for each in samples]))
 
 
 def doubled(sample: Any) -> Any:

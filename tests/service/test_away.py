@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service
-from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
 from tests.service.proxy import proxied
 from tests.service.serving import serving
@@ -38,18 +36,3 @@ def test_a_worker_that_finds_no_node_while_another_delivers(tmp_path: Path, capl
             while "has been there for 3 seconds" not in caplog.text:
                 assert next(batches)["index"].tolist() == [2 * number, 2 * number + 1]
                 number += 1
-
-
-@pytest.mark.thorough
-def test_a_node_that_is_not_there_attracts_no_worker(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A worker that left for it at an epoch's beginning would be back before its end, and leave again in the next."""
-    with (
-        serving(tmp_path, ["numbers"], listen=["127.0.0.1:0"]) as node,
-        socket.socket() as away,
-    ):
-        away.bind(("127.0.0.1", 0))
-        service = Service(f"{node.tcp},tcp://127.0.0.1:{away.getsockname()[1]}", wait=PATIENCE_S)
-        with DataLoader[Any](definitions.numbers(), **OPTIONS, workers=service, persistent_workers=True) as loader:
-            for _ in range(4):
-                assert len(list(loader)) == 20
-    assert "takes its part" not in caplog.text

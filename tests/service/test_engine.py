@@ -1,4 +1,4 @@
-"""Workers at the nodes of an engine: any dataset, nodes that join and leave in mid-epoch, and their end.
+"""Workers at the nodes of an engine: any dataset, nodes that leave in mid-epoch, and their end.
 
 The engine here starts its nodes on this machine, with the class that a cluster's agents use.
 """
@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from types import SimpleNamespace
@@ -20,11 +20,10 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from asyncloader import DataLoader
+from asyncloader import DataLoader, Service
 from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.placement import agent
 from asyncloader.service.placement.agent import AgentNode
-from asyncloader.service.placement.engine import Credentials, EngineNode
 from tests import script_server
 from tests.helpers.comparing import assert_same
 from tests.service import definitions
@@ -34,48 +33,21 @@ OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "num_workers": 4, "max_wo
 
 
 class LocalEngine:
-    """Nodes on this machine, with one process each. See `Engine`."""
+    """Nodes on this machine, with one process each."""
 
     def __init__(self, nodes: int, *, unix: bool = False) -> None:
-        self.loaders = 0
-        self._credentials = Credentials(secrets.token_hex(16))
+        self._token = secrets.token_hex(16)
         self._unix = unix
-        self._served: list[PickledDefinition] = []
-        self._watching: list[Callable[[], None]] = []
-        self._nodes = [self._started() for _ in range(nodes)]
+        self._nodes = [AgentNode("127.0.0.1", 1, (self._token, None, None, None)) for _ in range(nodes)]
 
-    def _started(self) -> AgentNode:
-        return AgentNode("127.0.0.1", 1, self._credentials)
-
-    def __repr__(self) -> str:
-        return "LocalEngine()"
-
-    def serve(self, what: PickledDefinition) -> Credentials:
-        self.loaders += 1
-        self._served.append(what)
+    def serve(self, definition: PickledDefinition) -> Service:
         for node in self._nodes:
-            node.serve(what.data)
-        return self._credentials
+            node.serve(definition.data)
+        return Service(",".join(self.addresses), self._token)
 
-    def left(self) -> None:
-        self.loaders -= 1
-
-    def nodes(self) -> list[EngineNode]:
-        return [EngineNode(node.addresses[self._unix], 1) for node in self._nodes]
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        self._watching.append(changed)
-        return lambda: self._watching.remove(changed)
-
-    def add(self) -> str:
-        """Start another node, which joins the engine. Returns its address."""
-        node = self._started()
-        for what in self._served:
-            node.serve(what.data)
-        self._nodes.append(node)
-        for changed in self._watching:
-            changed()
-        return node.addresses[self._unix]
+    @property
+    def addresses(self) -> list[str]:
+        return [node.addresses[self._unix] for node in self._nodes]
 
     def kill(self, number: int) -> None:
         """Kill a node and its processes without notice, as when a machine fails."""
@@ -157,26 +129,21 @@ def test_any_dataset_and_functions_travel(engine: LocalEngine) -> None:
             if own:
                 with loader.clone(batch_size=8) as bigger:
                     assert_same([*bigger], [*expected.clone(batch_size=8)])
-    assert engine.loaders == 0
 
 
 @pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
-def test_nodes_that_come_and_go(unix: bool) -> None:
-    """A node that joins in mid-epoch takes its part of the workers from the others, and a node that dies leaves its
-    workers to the others: the batches are those of an undisturbed run, and no restart is counted.
+def test_a_node_that_goes(unix: bool) -> None:
+    """A node that dies leaves its workers to the other: the batches are those of an undisturbed run, and no restart is
+    counted.
     """
-    engine = LocalEngine(1, unix=unix)
+    engine = LocalEngine(2, unix=unix)
     try:
-        slow = Noise(40_000, 0.002)
-        with DataLoader[Any](slow, shuffle=True, workers=engine, **OPTIONS) as loader:
-            (first,) = (node.address for node in engine.nodes())
+        with DataLoader[Any](Noise(40_000, 0.002), shuffle=True, workers=engine, **OPTIONS) as loader:
             batches = iter(loader)
             got = [next(batches) for _ in range(10)]
-            assert at_nodes(loader) == {first: 4}
-            second = engine.add()
-            while at_nodes(loader).get(second) != 2:
-                got.append(next(batches))
+            first, second = engine.addresses
+            assert at_nodes(loader) == {first: 2, second: 2}
             engine.kill(0)
             while at_nodes(loader) != {first: 0, second: 4}:
                 got.append(next(batches))
@@ -185,23 +152,6 @@ def test_nodes_that_come_and_go(unix: bool) -> None:
         assert_same(got, list(islice(DataLoader[Any](Noise(40_000), shuffle=True, **OPTIONS), len(got))))
     finally:
         engine.close()
-
-
-def test_a_loader_that_is_dropped_has_left(forked: None, engine: LocalEngine) -> None:
-    """Closing or dropping it takes it off the engine's count, once."""
-    loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
-    assert engine.loaders == 0  # nothing has needed the dataset yet
-    assert len(loader)
-    assert engine.loaders == 1
-    loader.close()
-    assert engine.loaders == 0
-    del loader
-    assert engine.loaders == 0
-    loader = DataLoader[Any](Noise(), workers=engine, **OPTIONS)
-    assert len(loader)
-    assert engine.loaders == 1
-    del loader
-    assert engine.loaders == 0
 
 
 def test_what_cannot_be_pickled_is_an_error_at_once(forked: None, engine: LocalEngine) -> None:
@@ -214,4 +164,3 @@ def test_what_cannot_be_pickled_is_an_error_at_once(forked: None, engine: LocalE
 
     with pytest.raises(TypeError, match=r"cannot pickle '_thread\.lock'"):
         DataLoader[Any](Locked(), workers=engine, **OPTIONS)
-    assert engine.loaders == 0

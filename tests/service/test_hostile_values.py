@@ -120,7 +120,7 @@ def attack(connect: Callable[[], socket.socket], token: str | None, value: bytes
     loader.receive()
     loader.send(frames.PROOF, value)
     loader.end()
-    for kind in (frames.OPENING, frames.PLAN, frames.LOOK):
+    for kind in (frames.OPENING, frames.PLAN):
         loader = HostileLoader(connect, token)
         loader.shake_hands()
         loader.send(kind, value)

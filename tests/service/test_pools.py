@@ -271,7 +271,7 @@ def test_a_sample_that_kills_every_worker(place: str, places: Places) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_time_out_says_where_workers_are(place: str, places: Places, tmp_path: Path) -> None:
-    """The report has the stacks of the processes, wherever they run."""
+    """The report has the stacks of this machine's processes, and where the others can be looked at."""
     hanging, workers = definitions.hanging(marks=str(tmp_path)), places.of_deadly(place)
     with (
         DataLoader[Any](hanging, **OPTIONS, timeout=1, workers=workers) as loader,
@@ -279,7 +279,7 @@ def test_a_time_out_says_where_workers_are(place: str, places: Places, tmp_path:
     ):
         list(loader)
     report = "\n".join(raised.value.__notes__)
-    assert "in __getitem__" in report
+    assert ("in __getitem__" if place == "local" else "no stack: py-spy dump --pid ") in report
     where = "" if place == "local" else " at "
-    line = rf"^worker \d \(pid \d+{where}.*\) is \w+(?:, still at its start-up code)?; "
+    line = rf"^worker \d \(pid \d+{where}.*\) is [\w ]+(?:, still at its start-up code)?; "
     assert len(re.findall(line, report, re.MULTILINE)) == 3

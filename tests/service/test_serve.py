@@ -78,31 +78,21 @@ def test_mistakes(flags: list[str], text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "config", "code", "last"),
+    ("module", "code", "last"),
     [
-        ("raise RuntimeError('no disk')", "", 2, "asyncloader serve: RuntimeError: no disk"),
-        ("raise KeyboardInterrupt", "", 130, ""),
-        ("", "listen = '127.0.0.1:0'", 2, "node.toml: listen = '127.0.0.1:0': give a list of texts"),
-        ("", "target = [1]", 2, "node.toml: target = [1]: give a list of texts"),
-        ("", "token-file = 1", 2, "node.toml: token_file = 1: give a text"),
+        ("raise RuntimeError('no disk')", 2, "asyncloader serve: RuntimeError: no disk"),
+        ("raise KeyboardInterrupt", 130, ""),
     ],
 )
 def test_mistakes_before_the_node(
-    module: str,
-    config: str,
-    code: int,
-    last: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    module: str, code: int, last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """A module that raises, Ctrl-C while it is imported, and a file with values of other types."""
+    """A module that raises, and Ctrl-C while it is imported."""
     monkeypatch.setattr(cli, "set_up_log", lambda _: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "served_module.py").write_text(module)
-    (tmp_path / "node.toml").write_text(config)
-    assert main(["serve", "served_module:rows", "--config", str(tmp_path / "node.toml")]) == code
+    assert main(["serve", "served_module:rows"]) == code
     assert (capsys.readouterr().err.splitlines() or [""])[-1].endswith(last)
 
 
@@ -165,26 +155,22 @@ sys.stdin.read()
 
 
 @pytest.mark.thorough
-def test_options_from_environment_and_file(tmp_path: Path) -> None:
-    """A flag goes before the environment, and the environment before the file."""
-    config = tmp_path / "node.toml"
-    config.write_text(f'target = ["{NUMBERS}"]\nlisten = ["unix:{tmp_path}/a"]\narg = ["n=6"]\nworkers = 1\n')
-    for variables, flags, listening, length in [
-        ({}, [], f"unix:{tmp_path}/a", 6),
-        ({"ASYNCLOADER_LISTEN": f"unix:{tmp_path}/b"}, ["--arg", "n=8"], f"unix:{tmp_path}/b", 8),
-    ]:
-        command = [sys.executable, "-m", "asyncloader", "serve", "--config", str(config), *flags]
-        with script_server.start(command, cwd=ROOT, env=environment() | variables) as node:
-            assert node.stdout is not None
-            said = json.loads(node.stdout.readline())
-            assert said["listening"] == listening
-            assert said["pid"] == node.pid
-            loader = DataLoader[Any](definitions.numbers(), 2, seed=1, num_workers=1, workers=listening)
-            assert len(loader) == length // 2
-            os.kill(node.pid, signal.SIGTERM)
-            assert node.wait(PATIENCE_S) == 0
-        assert not Path(listening.removeprefix("unix:")).exists()
-    done = serve(tmp_path, "--config", str(config), ASYNCLOADER_WORKERS="none")
-    assert "--workers none" in done.stderr
-    config.write_text("worker = 3")
-    assert "there is no option 'worker'" in serve(tmp_path, "--config", str(config)).stderr
+def test_options_from_the_environment(tmp_path: Path) -> None:
+    """A flag goes before the environment. A configuration file, which was once read, is refused."""
+    variables = {"ASYNCLOADER_TARGET": NUMBERS, "ASYNCLOADER_ARG": "n=6", "ASYNCLOADER_WORKERS": "1"}
+    listening = f"unix:{tmp_path}/b"
+    command = [sys.executable, "-m", "asyncloader", "serve", "--arg", "n=8"]
+    own = environment() | variables | {"ASYNCLOADER_LISTEN": listening}
+    with script_server.start(command, cwd=ROOT, env=own) as node:
+        assert node.stdout is not None
+        said = json.loads(node.stdout.readline())
+        assert said["listening"] == listening
+        assert said["pid"] == node.pid
+        loader = DataLoader[Any](definitions.numbers(), 2, seed=1, num_workers=1, workers=listening)
+        assert len(loader) == 4
+        os.kill(node.pid, signal.SIGTERM)
+        assert node.wait(PATIENCE_S) == 0
+    assert not Path(listening.removeprefix("unix:")).exists()
+    assert "--workers none" in serve(tmp_path, NUMBERS, ASYNCLOADER_WORKERS="none").stderr
+    for removed in (serve(tmp_path, NUMBERS, "--config", "x"), serve(tmp_path, NUMBERS, ASYNCLOADER_CONFIG="x")):
+        assert "--config was removed: give flags" in removed.stderr

@@ -17,13 +17,13 @@ from asyncloader.service.protocol import frames
 from asyncloader.workers.ipc import wire
 
 _TO_WORKER = (wire.TASK, wire.RING, wire.RESET, wire.STOP, wire.ASSIGNMENT)
-_TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.PLAN, frames.LOOK)
+_TO_NODE = (frames.HELLO, frames.PROOF, frames.OPENING, frames.PING, frames.KILL, frames.PLAN)
 FROM_LOADER = (*_TO_WORKER, *_TO_NODE)
 FROM_NODE = (
     *(wire.RESULT, wire.ERROR, wire.EXHAUSTED, wire.RESET_DONE, wire.READY, wire.STARTED, wire.ALL_DROPPED),
     *(wire.STREAM_ENDED, wire.BAD_SAMPLES, wire.LEAVING, wire.ASK, wire.COUNTS, wire.LOG),
     *(frames.CHALLENGE, frames.WELCOME, frames.OPENED, frames.REFUSED, frames.DIED, frames.PONG, frames.DRAINING),
-    *(frames.PLANNED, frames.LOOKED),
+    frames.PLANNED,
 )
 
 ESCAPE = "\x1b[31mhostile\x1b]0;title\x07\r\n\x00"
@@ -143,7 +143,7 @@ def draw(seed: int, side: str | None = None) -> Case:
         at = rng.choice([0, 1, 2, 3, 4, 5, 5, 6, 7])
         return Case(seed, side, place, name, script, at, act, end, rng.random() < 0.6)
     name = rng.choice(["numbers", "numbers", "awaited", "stream", "large"])
-    script = rng.choice(["worker"] * 7 + ["look", "plan"])
+    script = rng.choice(["worker"] * 7 + ["plan"])
     place = rng.choice(["tcp", "tcp", "tls", "unix"])
     at = rng.choice([0, 0, 1, 2, 3, 4, 5, 6, 7, 8])
     if act == "direct":
@@ -192,13 +192,6 @@ def _array(rng: random.Random) -> Any:
     if rng.random() < 0.4:
         return [12, rng.choice(["float32", "bool", "bfloat16", "float8_e4m3fn"]), shape, rng.choice([b"", b"\7" * 16])]
     return [rng.choice([10, 11]), dtype, shape, rng.choice([b"", b"\7" * 8, b"\xff" * 32])]
-
-
-def _sparse(rng: random.Random) -> Any:
-    layout = rng.choice(["torch.sparse_coo", "torch.sparse_csr", "torch.sparse_bsr"])
-    indices = [12, "int64", [1, 2, 1], rng.choice([bytes(16), b"\xff" * 16])]
-    values = [12, rng.choice(["float32", "qint8"]), [1, 1], bytes(4)]
-    return [16, layout, [1, rng.choice([3, 1 << 62]), 3], rng.choice([True, False]), indices, values]
 
 
 def _text(rng: random.Random) -> Any:
@@ -253,7 +246,7 @@ def _typed(rng: random.Random) -> Any:
 
 
 _VALUES: list[Callable[[random.Random], Any]] = [
-    *(_colliding, _flood, _quantized, _quantized, _array, _sparse, _text, _deep, _extension, _map, _number, _named),
+    *(_colliding, _flood, _quantized, _quantized, _array, _text, _deep, _extension, _map, _number, _named),
     *(_typed, _plain, _plain),
 ]
 

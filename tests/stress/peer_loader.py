@@ -178,8 +178,6 @@ def _steps(case: Case) -> list[Step]:
     """The messages of an honest loader."""
     first = Step(frames.HELLO, hello(case.name, "{}"), answer=frames.CHALLENGE)
     steps = [first, Step(frames.PROOF, b"", answer=frames.WELCOME)]
-    if case.script == "look":
-        return [*steps, Step(frames.LOOK, pack_record(([1, 2],)), answer=frames.LOOKED)]
     if case.script == "plan":
         return [*steps, Step(frames.PLAN, REQUEST)]
     opening = openings()[0]

@@ -1,33 +1,72 @@
 """`RayWorkers`: a loader's workers on the machines of a Ray cluster.
 
 Data path: none; it starts the nodes of a service. Batches do not pass through Ray.
+
+An actor on each machine runs a node. A loader that looks for a node asks Ray for the machines, starts the actors that
+are missing, and has each serve its dataset: so an actor that Ray has started again gets it, too. Loaders notice the end
+of a node by their own connections.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import sys
+import secrets
 import threading
-import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
 from typing import Any, Literal, Self
 
 from asyncloader.errors import ServiceUnavailable
-from asyncloader.integrations.ray.actors import Fleet, FleetOptions, FleetView, placed_at
 from asyncloader.service.definition import PickledDefinition
-from asyncloader.service.placement.engine import Credentials, EngineNode
+from asyncloader.service.placement.agent import AgentNode
+from asyncloader.service.protocol.address import Service
 
 _log = logging.getLogger("asyncloader")
-_LOG_AFTER_S = 60.0
-_START_S = 240.0
-"""Seconds to wait for the actor's answer after that."""
+_FIRST_S = 300.0
+"""Seconds in which a first node must be ready."""
+_OTHERS_S = 0.3
+"""Seconds for the other nodes to answer, once one has: a node that starts does not hold up a search for long."""
+_PAUSE_S = 1.0
+
+
+class RayNode:
+    """Runs a node on its machine. If the node dies, the actor's process ends, and Ray starts the actor again.
+
+    Args:
+        workers: processes for each dataset.
+        credentials: the node's token, and the files of its certificates.
+    """
+
+    def __init__(self, workers: int, credentials: tuple[str | None, ...]) -> None:
+        self._served: set[str] = set()
+        try:
+            self._node = AgentNode(_ray().util.get_node_ip_address(), workers, credentials)
+        except Exception:
+            # Not raised: Ray starts an actor again if its process has ended, but not if its constructor has raised.
+            # After a pause, so that it does not do so all the time.
+            _log.exception("the node cannot be started")
+            time.sleep(_PAUSE_S)
+            os._exit(1)
+        # In a thread, because the node may die while no method of the actor is called.
+        threading.Thread(target=self._end_with_node, name="asyncloader-agent", daemon=True).start()
+
+    def _end_with_node(self) -> None:
+        self._node.process.wait()
+        os._exit(1)
+
+    def serve(self, name: str, data: bytes) -> tuple[str, ...]:
+        """Have the node serve a pickled definition. Returns the node's addresses; a node that hangs is ended."""
+        if name in self._served:
+            self._node.check()
+        else:
+            self._node.serve(data)
+            self._served.add(name)
+        return self._node.addresses
 
 
 class RayWorkers:
@@ -37,12 +76,12 @@ class RayWorkers:
     connect to the nodes: batches do not pass through Ray. Datasets and functions must be such that cloudpickle packs.
 
     Copies that reach other processes of the job, as in the configuration of a `TorchTrainer`, use the same nodes. The
-    nodes end when the last loader is closed or collected; if copies were made, once no process has a copy any more.
-    `close` gives up this copy.
+    nodes end with the program, or once no process has a copy, or a loader with one, any more. `close` gives up this
+    copy.
 
     Args:
         nodes: number of machines to use; with fewer it runs on these, and logs a warning. "auto": all machines with a
-            free CPU. The machines of the loaders are taken first.
+            free CPU. The machine of the loader is taken first.
         cpus_per_node: worker processes of each node, for each of which it reserves a CPU with Ray; None: half of the
             CPUs that are free when the node starts, and at least one.
         resources: Ray's custom resources that each node reserves, which limits the nodes to machines that have them;
@@ -67,191 +106,115 @@ class RayWorkers:
             raise ValueError(f"nodes should be 'auto' or a number, at least 1, but got nodes={nodes!r}")
         if cpus_per_node is not None and not (type(cpus_per_node) is int and cpus_per_node >= 1):
             raise ValueError(f"cpus_per_node should be at least 1, but got cpus_per_node={cpus_per_node!r}")
-        self._options = FleetOptions(None if nodes == "auto" else nodes, cpus_per_node, dict(resources or {}))
-        self._begin(None)
-
-    def _begin(self, fleet: Any) -> None:
+        self._nodes = nodes
+        self._cpus_per_node = cpus_per_node
+        self._resources = dict(resources or {})
+        self._token = secrets.token_hex(32)
+        self._name = f"asyncloader-{secrets.token_hex(8)}"
+        self._job = ""
+        self._actors: dict[str, Any] = {}
+        """By machine. The nodes end when no process has these any more."""
+        self._asked: dict[tuple[str, str], Any] = {}  # (machine, dataset) -> the question that has no answer yet
         self._lock = threading.Lock()
-        self._gone: deque[None] = deque()  # an entry for each loader that has left and is not counted yet
-        self._fleet: Any = fleet
-        self._copied = fleet is not None  # whether other processes may have copies
-        self._loaders = 0
-        self._job = _job() if fleet is not None else None
-        self._view: FleetView | None = None
-        self._pending: Any = None  # the question to the fleet that has no answer yet
-        self._machine = ""
-        self._served: weakref.WeakSet[PickledDefinition] = weakref.WeakSet()
-        self._watching: dict[object, Callable[[], None]] = {}
 
     def __repr__(self) -> str:
-        return f"RayWorkers(nodes={'auto' if self._options.nodes is None else self._options.nodes})"
+        return f"RayWorkers(nodes={self._nodes})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        with self._locked():
-            # From here on a copy may exist that this process does not see: the last loader here must not end the nodes.
-            self._copied = True
-            return _restore, (self._options, self._ensure_fleet())
+    def __getstate__(self) -> dict[str, Any]:
+        # The nodes are started now, so that they belong to this process, and the copies share them.
+        with self._lock:
+            self._start()
+            return self.__dict__ | {"_lock": None, "_asked": {}, "_actors": dict(self._actors)}
 
-    # ------------------------------------------------------------------------------------------ as an `Engine`
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"_lock": threading.Lock()}
 
-    def serve(self, what: PickledDefinition) -> Credentials:
-        """Have the nodes serve a definition; see `Engine`.
+    def serve(self, definition: PickledDefinition) -> Service:
+        """Return the service whose nodes serve this definition.
 
         Raises:
             RuntimeError: this process is not connected to a Ray cluster.
-            ServiceUnavailable: the actor that keeps the nodes did not answer within five minutes.
+            ServiceUnavailable: no node was ready within five minutes.
         """
-        with self._locked():
-            fleet = self._ensure_fleet()
-            self._loaders += 1
-            self._machine = _ray().get_runtime_context().get_node_id()
-        self._served.add(what)
-        try:
-            # Without the lock: it may wait minutes for the first node.
-            view: FleetView = self._wait_for(fleet.serve.remote(what.name, what.data, self._machine))
-        except BaseException:
-            self.left()  # there will be no `EngineService` that does it
-            raise
-        wanted = self._options.nodes
-        if wanted is not None and view.machines < wanted:
+        with self._lock:
+            self._start()
+        data = _ray().put(definition.data)  # in Ray's store, once for all machines
+        if isinstance(self._nodes, int) and len(self._actors) < self._nodes:
             text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
-            _log.warning(text, self, view.machines, wanted)
-        with self._locked():
-            # `_take` may have received a newer view while this call waited.
-            if self._view is None or self._view.life != view.life or self._view.number < view.number:
-                self._view = view
-            question = self._ask(fleet) if self._pending is None else None
-        self._receive(question)
-        return view.credentials
-
-    def _wait_for(self, question: Any) -> FleetView:
-        """Wait for the fleet's answer; the fleet may be starting.
-
-        Raises:
-            ServiceUnavailable: it did not answer in time.
-        """
-        try:
-            if not _ray().wait([question], timeout=_LOG_AFTER_S)[0]:
-                _log.warning("%r waits for the actor that keeps its nodes, which Ray has not started yet", self)
-            view: FleetView = _ray().get(question, timeout=_START_S)
-        except _ray().exceptions.GetTimeoutError:
-            _ray().cancel(question)
+            _log.warning(text, self, len(self._actors), self._nodes)
+        service = RayService(repr(self), *_credentials(self._token), ask=partial(self._ask, definition.name, data))
+        if not self._ask(definition.name, data, _FIRST_S):
             raise ServiceUnavailable(
-                f"{self!r}: the actor that keeps its nodes has not answered for {_LOG_AFTER_S + _START_S:.0f} seconds. "
-                "`ray list actors` says whether Ray could start it"
-            ) from None
-        return view
+                f"{self!r}: no node was ready within {_FIRST_S:.0f} seconds. `ray list actors` says what Ray waits for"
+            )
+        return service
 
-    def left(self) -> None:
-        """Count a loader as gone; see `Engine`. The nodes end with the last loader, unless this was copied. Does not
-        wait.
-        """
-        # Finalizers call this, so it takes no lock that the interrupted code may hold: see `_settle`.
-        self._gone.append(None)
-        self._settle()
-
-    def nodes(self) -> list[EngineNode]:
-        """Return the nodes that are ready; see `Engine`. A node on this machine is reached without a network."""
-        # Read once, without the lock: other threads replace the view, but never change it.
-        view = self._view
-        return [
-            EngineNode(node.addresses[-1 if node.machine == self._machine else 0], node.workers)
-            for node in (view.nodes if view is not None else ())
-        ]
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Have `changed` called when `nodes` has changed; see `Engine`."""
-        key = object()
-        self._watching[key] = changed
-        return partial(self._watching.pop, key, None)
-
-    # ------------------------------------------------------------------------------------------ the fleet
-
-    @contextlib.contextmanager
-    def _locked(self) -> Generator[None]:
-        try:
+    def _ask(self, name: str, data: Any, seconds: float = _OTHERS_S) -> tuple[str, ...]:
+        """Have the nodes serve a dataset, and return the addresses of those that are ready: one for each."""
+        with self._lock:
+            self._start()
+            here = _ray().get_runtime_context().get_node_id()
+            for machine, actor in self._actors.items():
+                # An actor that Ray has not placed yet keeps its question, and gets no further one.
+                if (machine, name) not in self._asked:
+                    self._asked[machine, name] = actor.serve.remote(name, data)
+            asked = {question: machine for (machine, each), question in self._asked.items() if each == name}
+        questions = list(asked)
+        if questions:
+            _ray().wait(questions, num_returns=1, timeout=seconds)
+        ready = _ray().wait(questions, num_returns=len(questions), timeout=_OTHERS_S)[0] if questions else []
+        found = []
+        for question in ready:
+            machine = asked[question]
             with self._lock:
-                yield
-        finally:
-            # After the lock is released: a loader that left until then found it taken, and left its entry to this call.
-            self._settle()
-
-    def _settle(self) -> None:
-        """Count the loaders that have left. If the lock is taken, its holder does that next."""
-        # The outer loop: an entry that is added after the last `pop` finds the lock taken until it is released.
-        while self._gone and self._lock.acquire(blocking=False):
+                if self._asked.get((machine, name)) is question:
+                    del self._asked[machine, name]
             try:
-                while self._gone:
-                    self._gone.pop()
-                    self._loaders -= 1
-                    if not self._loaders and not self._copied:
-                        self._give_up()
-            finally:
-                self._lock.release()
+                addresses = _ray().get(question)
+            except Exception as error:  # of Ray's, or of the node: it is asked again by the next search
+                _log.warning("the node at machine %s is not ready: %r", machine, error)
+                continue
+            found.append(addresses[-1 if machine == here else 0])  # on this machine without a network
+        return tuple(found)
 
-    def _ensure_fleet(self) -> Any:
-        """Return the fleet; start it if this job has none. With the lock."""
+    def _start(self) -> None:
+        """Forget the actors of machines that are lost, and start those that are missing. With the lock."""
         if not _ray().is_initialized():
             raise RuntimeError(f"{self!r} needs a Ray cluster: call ray.init() before")
-        # After another `ray.init` the fleet is that of an earlier job, and has ended with it.
-        if self._fleet is None or self._job != _job():
+        context = _ray().get_runtime_context()
+        job, here = f"{context.gcs_address} {context.get_job_id()}", context.get_node_id()
+        if job != self._job:  # the actors of an earlier `ray.init` have ended with it
             _warn_if_open()
-            credentials = Credentials("")
-            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):  # encrypt batches where Ray encrypts
-                names = ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY")
-                credentials = Credentials("", *(os.environ.get(name) for name in names))
-            # On this machine, without which the loader has ended, too: no other machine's loss ends the fleet.
-            here = placed_at(_ray().get_runtime_context().get_node_id())
-            options = {"num_cpus": 0, "max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": here}
-            self._fleet = _ray().remote(Fleet).options(**options).remote(self._options, credentials)
-            self._job, self._view, self._pending = _job(), None, None
-        return self._fleet
-
-    def _ask(self, fleet: Any) -> Any:
-        """Ask for the next change. With the lock. The caller then calls `_receive` without it."""
-        assert self._view is not None
-        self._pending = fleet.view.remote(self._view.number)
-        return self._pending
-
-    def _receive(self, question: Any) -> None:
-        """Take the answer when it comes."""
-        if question is not None:
-            # Not with the lock, which `_take` needs: a callback for an answer that has come is called here, at once.
-            question.future().add_done_callback(partial(_on_answer, weakref.ref(self), question))
-
-    def _take(self, question: Any, view: FleetView) -> None:
-        with self._locked():
-            if self._pending is not question or self._view is None:
-                return  # it was closed, and perhaps used again: the answer is that of an earlier fleet
-            restarted, self._view, fleet = view.life != self._view.life, view, self._fleet
-            question = self._ask(fleet)
-            if restarted:  # Ray has started the fleet's actor again, which does not know what it served
-                for each in list(self._served):
-                    fleet.serve.remote(each.name, each.data, self._machine)
-        # Without the lock, for these are the loaders' functions, which may call `nodes` or `left`.
-        # A copy of the list, for other threads may add to it.
-        for changed in list(self._watching.values()):
-            changed()
-        self._receive(question)
+            self._job = job
+            self._actors.clear()
+        alive = _machines(self._resources)
+        for machine in [each for each in self._actors if each not in alive]:
+            del self._actors[machine]
+        self._asked = {key: question for key, question in self._asked.items() if key[0] in self._actors}
+        for machine in sorted(alive, key=lambda each: (each != here, -alive[each])):
+            workers = self._cpus_per_node or max(1, alive[machine] // 2)
+            full = self._nodes != "auto" and len(self._actors) >= self._nodes
+            if machine not in self._actors and not full and alive[machine] >= workers:
+                # By its name the copies in other processes find an actor that one of them has started.
+                actor = (
+                    _ray()
+                    .remote(RayNode)
+                    .options(
+                        name=f"{self._name}-{machine}",
+                        get_if_exists=True,
+                        num_cpus=workers,
+                        resources=self._resources,
+                        max_restarts=-1,
+                        scheduling_strategy=_placed_at(machine),
+                    )
+                )
+                self._actors[machine] = actor.remote(workers, _credentials(self._token))
 
     def close(self) -> None:
-        """Give up the nodes. Nodes that no other process uses end; loaders that use them have to wait for new nodes."""
-        with self._locked():
-            self._give_up()
-
-    def _give_up(self) -> None:
-        """Drop the fleet. With the lock, or in the finalizer."""
-        # Without the last reference to it, Ray ends the fleet's actor, and with it the agents and their nodes. The open
-        # question is cancelled, because the fleet may take 30 seconds to answer it.
-        pending, self._pending = self._pending, None
-        self._fleet = self._view = None
-        if pending is not None and _ray().is_initialized() and self._job == _job():
-            _ray().cancel(pending)
-
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        # Without the lock: no other thread has a reference any more.
-        if not exiting() and getattr(self, "_pending", None) is not None:
-            self._give_up()
+        """Give up the nodes. Nodes that no other process uses end; loaders that look for a node start new ones."""
+        with self._lock:
+            self._actors.clear()
+            self._asked.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -260,27 +223,38 @@ class RayWorkers:
         self.close()
 
 
-def _restore(options: FleetOptions, fleet: Any) -> RayWorkers:
-    copy = RayWorkers.__new__(RayWorkers)
-    copy._options = options
-    copy._begin(fleet)
-    return copy
+@dataclass(frozen=True)
+class RayService(Service):
+    """The service that `RayWorkers` run. Its addresses change.
+
+    Attributes:
+        ask: returns the addresses of the nodes that are ready. It keeps the nodes.
+    """
+
+    ask: Callable[[], tuple[str, ...]] = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check nothing: `url` is the name of the `RayWorkers` here."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of the nodes that are ready. Blocks."""
+        return self.ask()
+
+    @property
+    def remote(self) -> bool:
+        """True: nodes that come later may be on other machines."""
+        return True
+
+    def __repr__(self) -> str:
+        return self.url
 
 
-def _on_answer(workers: weakref.ref[RayWorkers], question: Any, answer: Future[FleetView]) -> None:
-    """Called in a thread of Ray's. The reference is weak, so that a pending question keeps neither object nor nodes."""
-    this = workers()
-    if this is None or answer.cancelled():
-        return
-    if answer.exception() is None:
-        this._take(question, answer.result())
-    elif this._pending is question:  # else `_give_up` has cancelled it
-        _log.warning("%r does not learn of its nodes any more: %r", this, answer.exception())
-
-
-def _job() -> str:
-    context = _ray().get_runtime_context()
-    return f"{context.gcs_address} {context.get_job_id()}"
+def _credentials(token: str) -> tuple[str | None, ...]:
+    """Return the token and the files of certificates: batches are encrypted where Ray encrypts."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return token, None, None, None
+    return token, *map(os.environ.get, ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY"))
 
 
 @functools.cache
@@ -292,8 +266,25 @@ def _warn_if_open() -> None:
         )
 
 
+def _machines(resources: Mapping[str, float]) -> dict[str, int]:
+    """Return the cluster's machines with their free CPUs; 0 for a machine that lacks one of the resources."""
+    free = import_module("ray._private.state").available_resources_per_node()  # Ray has no public function for this
+    found = {}
+    for each in _ray().nodes():
+        if each["Alive"]:
+            has = free.get(each["NodeID"], {})
+            enough = all(has.get(name, 0) >= amount for name, amount in resources.items())
+            found[each["NodeID"]] = int(has.get("CPU", 0)) if enough else 0
+    return found
+
+
+def _placed_at(machine: str) -> Any:
+    """Return Ray's `scheduling_strategy` for this machine alone."""
+    return import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy(machine, soft=False)
+
+
 def _ray() -> Any:
     try:
-        return import_module("ray")
+        return import_module("ray")  # imported late, as it is optional; it has no types
     except ImportError:
         raise ImportError("RayWorkers needs Ray, which is not installed: pip install 'asyncloader[ray]'") from None

@@ -27,8 +27,6 @@ from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
-    Look,
-    Looked,
     Proof,
     Refusal,
     Welcome,
@@ -39,9 +37,8 @@ from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, read_plan
 from asyncloader.service.protocol.sockets import check_peer, host_and_port
-from asyncloader.workers.ipc.peer_text import block_of, line_of
+from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.live_objects import LiveObjects
-from asyncloader.workers.stacks import Report
 
 _log = logging.getLogger("asyncloader")
 
@@ -57,7 +54,6 @@ _USER_TIMEOUT_MS = 3000  # until a worker connection is open; see `RemoteChannel
 _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # as OpenSSL's versions have it
 _MOST_TEXT = 2200
 """Characters of a node's reason that an error has, at most."""
-_MOST_STACKS = 1 << 16
 
 _T = TypeVar("_T")
 
@@ -196,7 +192,10 @@ def _handshake(
         in_forked_child(_close_copies)
         _live.add(link)
         link.send(frames.HELLO, pack_record(hello))
-        needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, _GREETING_S))
+        try:
+            needed, theirs = read_record(Challenge, answer_of(link, frames.CHALLENGE, _GREETING_S))
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}; is it a node, and does it speak TLS (Service(tls_ca=))?") from None
         if needed and token is None:
             raise Unreachable("it asks for a token: set Service(token=), or ASYNCLOADER_TOKEN", final=True)
         # A program at this address could pretend to be a node that needs no token, and give wrong samples.
@@ -411,25 +410,6 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
         raise error
     error.reraise()
     raise AssertionError("it has raised")
-
-
-def ask_stacks(
-    service: Service, defined: Defined, address: str, pids: Sequence[int], closed: threading.Event
-) -> dict[int, Report]:
-    """Ask the node at this address for the stacks of these processes. Returns those that it has.
-
-    Raises:
-        Unreachable, OSError, ValueError: it did not answer.
-    """
-    # The address is that of one node: a dns+tcp:// name was resolved when the worker connected.
-    ((name, place),) = _places(address)[:1]
-    node = _handshake(service, defined, name, place, closed)
-    try:
-        node.link.send(frames.LOOK, pack_record(Look(list(pids))))
-        answer = read_record(Looked, answer_of(node.link, frames.LOOKED))
-        return {pid: Report(line_of(state), block_of(text, _MOST_STACKS)) for pid, state, text in answer.reports}
-    finally:
-        node.link.close()
 
 
 def ask_dataset_info(service: Service, defined: Defined, closed: threading.Event | None = None) -> DatasetInfo:

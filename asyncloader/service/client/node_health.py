@@ -6,8 +6,7 @@ A node with a slow task answers pings, so its connection stands, and the loader 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -29,7 +28,6 @@ class _NodeRecord:
     why: str = ""  # the last connection ended, or could not be made
     in_a_row: int = 0  # failures since the last batch
     failed_at: float = -inf
-    refused_at: float = -inf  # no worker connection could be opened then, and none was since
 
 
 class NodeHealth:
@@ -51,14 +49,11 @@ class NodeHealth:
 
     def connected(self, address: str) -> None:
         """Note that a worker connection was opened."""
-        node = self._node(address)
-        node.connected += 1
-        node.refused_at = -inf
+        self._node(address).connected += 1
 
-    def refused(self, address: str, why: str, now: float) -> None:
+    def refused(self, address: str, why: str) -> None:
         """Note that no worker connection could be opened."""
-        node = self._node(address)
-        node.why, node.refused_at = why, now
+        self._node(address).why = why
 
     def lost(
         self,
@@ -121,11 +116,6 @@ class NodeHealth:
         node = self._nodes.get(address)
         return node.in_a_row if node is not None and now - node.failed_at < _FORGOTTEN_S else 0
 
-    def avoided(self, address: str, now: float) -> bool:
-        """Return whether a worker that delivers elsewhere should not move to this node."""
-        node = self._nodes.get(address)
-        return node is not None and (self.failures(address, now) > 0 or now - node.refused_at < _FORGOTTEN_S)
-
     def rest(self, address: str, now: float) -> float:
         """Return the seconds for which the node should still be left alone."""
         failures = self.failures(address, now)
@@ -166,34 +156,3 @@ def node_order(loads: Sequence[float], turn: int, failures: Sequence[int] | None
     """Return the numbers of nodes in the order in which a worker tries them: by failures, by load, and in turn."""
     failed = failures or [0] * len(loads)
     return sorted(range(len(loads)), key=lambda number: (failed[number], loads[number], (number - turn) % len(loads)))
-
-
-def to_move(nodes: Sequence[str], capacities: Mapping[str, int], avoided: Collection[str] = ()) -> list[int]:
-    """Choose workers that should leave, so that nodes that have come get their part.
-
-    Args:
-        nodes: the node of each worker.
-        capacities: the processes of each node of the service.
-        avoided: nodes that failed, or could not be reached, when they were last tried. They keep their workers, and get
-            no more, because a worker that left for such a node would come back.
-
-    Returns:
-        the numbers of workers: as few as possible, so that no node has more than its part, rounded up, as long as
-        another node has less than its part, rounded down.
-    """
-    there = Counter(node for node in nodes if node in capacities)
-    capacities = {node: number for node, number in capacities.items() if there[node] or node not in avoided}
-    total = sum(capacities.values())
-    if not total:
-        return []
-    fair = {node: len(nodes) * capacity / total for node, capacity in capacities.items()}
-    # Rounded down: a node that lacks a part of a worker gets none, or workers would move back and forth.
-    missing = sum(max(0, int(fair[node]) - there[node]) for node in capacities if node not in avoided)
-    leaving = []
-    for number in reversed(range(len(nodes))):
-        node = nodes[number]
-        if missing and node in capacities and there[node] > fair[node]:
-            there[node] -= 1
-            missing -= 1
-            leaving.append(number)
-    return leaving

@@ -55,7 +55,6 @@ class RemoteChannel:
         # given up has not closed it. A forked child closes its copies at once (`_forget_all` in `remote_workers.py`):
         # with another write end open, closing this process's would wake nothing.
         self.gone_fd, self._gone = os.pipe()
-        self._leaving = ""
         self._link = link
         link.place, link.most_payload = self._place, _MOST_PAYLOAD
         if link.sock.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
@@ -105,8 +104,6 @@ class RemoteChannel:
         return self._link.send(kind, body)
 
     def _send_task(self, epoch: int, task: int, slot: int, ring: int, sent: float, index: bytes) -> bool:
-        if self._leaving:
-            return True  # not sent: the pool gives all unanswered tasks to the worker's successor
         self._tasks[epoch, task] = ring, slot, abs(sent)
         loop = asyncio.get_running_loop()
         if self._timer is None or self._loop is not loop:  # a timer of an earlier loop, which is closed, never comes
@@ -135,12 +132,6 @@ class RemoteChannel:
             return self._link.flush()
         except ConnectionError:  # the reader sees the end
             return True
-
-    def leave(self, why: str) -> None:
-        """Send no more tasks, and end once the tasks that were sent are answered."""
-        self._leaving = why
-        if not self._tasks:
-            self._end(why)
 
     def distrust(self, why: str) -> None:
         """End, because the node has sent a message that cannot be read."""
@@ -183,8 +174,6 @@ class RemoteChannel:
             self.distrust(str(error))
         except RingMemoryError as error:  # the node may have announced any size: another node's batch may be smaller
             self.distrust(f"a batch for which this machine has no memory: {error}")
-        if self._leaving and not self._tasks:
-            self._end(self._leaving)
         if self._link.ended:
             self._end(self.why)
 

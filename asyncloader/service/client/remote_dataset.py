@@ -76,7 +76,7 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
 
     Args:
         defined: its definition.
-        place: the service, or an engine that will run it.
+        place: the service, or an engine: `serve` takes a pickled definition, and returns the service that reads it.
     """
 
     def __init__(self, defined: Defined, place: Any) -> None:
@@ -93,10 +93,7 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
 
         defined, service = self.defined, self._place
         if hasattr(service, "serve"):
-            # Here, so that a loader of other services does not load the code that places nodes.
-            from asyncloader.service.placement.engine import engine_service
-
-            service = engine_service(service, defined)
+            service = service.serve(defined.definition)
         info = ask_dataset_info(service, defined)
         if info.shuffle is not None:
             return _Shards(defined, service, info)
@@ -377,12 +374,6 @@ def _place(workers: Any) -> Any:
         f"num_workers=; else give {THREADS!r}, the address of a service (tcp://host:port or unix:/path), a Service or "
         "an engine"
     )
-
-
-def release_service(dataset: Any) -> None:
-    """Release the service of this dataset, whose loader is closed. Does nothing for other datasets."""
-    if isinstance(dataset, RemoteDataset) and not isinstance(dataset, UnknownDataset):
-        dataset.service.close()
 
 
 def _here(defined: Defined, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,7 @@ Connecting blocks, in threads that may wait (`connect.py`). An open worker conne
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import logging
 import os
 import secrets
@@ -23,16 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from time import monotonic
 from typing import Any
 
-from asyncloader.bridge import in_thread
 from asyncloader.errors import ServiceUnavailable, WorkerDied
 from asyncloader.process_hooks import in_forked_child
-from asyncloader.service.client.connect import (
-    NodeConnection,
-    Unreachable,
-    ask_stacks,
-    on_any_node,
-)
-from asyncloader.service.client.node_health import NodeHealth, node_order, to_move
+from asyncloader.service.client.connect import NodeConnection, Unreachable, on_any_node
+from asyncloader.service.client.node_health import NodeHealth, node_order
 from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
@@ -57,8 +49,6 @@ _MOST_THREADS = 16
 _STANDS_S = 4.0
 """Seconds after which a connection with tasks counts as standing: its node has answered pings, or was given up."""
 _MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of a node's report of a death
-_ROUND_TRIPS_S = 2.0
-"""Seconds that a node may take to answer, besides the time of its processes."""
 
 
 class ServiceWorkers:
@@ -132,7 +122,7 @@ class ServiceWorkers:
         )
 
     def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
-        """Order the nodes by failures, and then by this loader's workers for each of their processes.
+        """Order the nodes by failures, and then by this loader's workers at them.
 
         Raises:
             ServiceUnavailable: for `Service.wait` seconds connections were made, and none delivered.
@@ -149,10 +139,8 @@ class ServiceWorkers:
             rests = [self._progress.rest(each, now) for each in addresses]
         if problem is not None:
             raise ServiceUnavailable(f"{self._service.url}: {problem}")
-        # With the worker that is to come: nodes without workers would all have the load 0, however many processes they
-        # have.
-        loads = [(there[each] + 1) / self._service.workers_at(each) for each in addresses]
-        return [(number, rests[number]) for number in node_order(loads, turn, failures)]
+        order = node_order([there[each] for each in addresses], turn, failures)
+        return [(number, rests[number]) for number in order]
 
     def _every_answer(self) -> int:
         # `counted` workers are in the first number already. The set is weak, so they may be in it or not.
@@ -168,7 +156,7 @@ class ServiceWorkers:
 
     def _refused(self, address: str, why: str) -> None:
         with self._lock:
-            self._progress.refused(address, why, monotonic())
+            self._progress.refused(address, why)
 
     def _ended(self, worker: RemoteWorker, why: str) -> None:
         """Note that a worker has ended. `why` is empty if its task or this loader was the cause."""
@@ -200,38 +188,14 @@ class ServiceWorkers:
             self._made.add(made)
         return made
 
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Call `changed` when nodes have come or gone. Returns a function that ends this."""
-        return self._service.watch(changed)
-
-    def rebalance(self, workers: Sequence[RemoteWorker]) -> None:
-        """Have workers leave for nodes that have come."""
-        nodes = {address: self._service.workers_at(address) for address in self._service.addresses}
-        now = monotonic()
-        with self._lock:
-            avoided = [address for address in nodes if self._progress.avoided(address, now)]
-        for number in to_move([worker.node for worker in workers], nodes, avoided):
-            workers[number].move()
-
     async def look(self, workers: Sequence[RemoteWorker], seconds: float) -> dict[int, Report]:
-        """Report the stacks of the workers' processes. Each node is asked over a separate connection."""
-        nodes = sorted({worker.node for worker in workers})
-        found = dict(
-            zip(nodes, await asyncio.gather(*(self._look(node, workers, seconds) for node in nodes)), strict=True)
-        )
-        gone = Report("not known to its node", "no stack: the node has no such process any more")
-        return {worker.worker_id: found[worker.node].get(worker.pid, gone) for worker in workers}
-
-    async def _look(self, node: str, workers: Sequence[RemoteWorker], seconds: float) -> dict[int, Report]:
-        pids = {worker.pid for worker in workers if worker.node == node}
-        try:
-            async with asyncio.timeout(seconds + _ROUND_TRIPS_S):
-                return await in_thread(
-                    functools.partial(ask_stacks, self._service, self._defined, node, sorted(pids), self._closed)
-                )
-        except (Unreachable, OSError, ValueError) as error:
-            why = str(error) or "the node did not answer in time"
-            return dict.fromkeys(pids, Report("at a node that does not answer", f"no stack: {why}"))
+        """Report where the workers' processes can be looked at: their stacks stay on their machines."""
+        del seconds
+        return {
+            worker.worker_id: Report("at its node", f"no stack: py-spy dump --pid {worker.pid} prints it at the node")
+            for worker in workers
+            if not worker.released
+        }
 
     def end(self, workers: Sequence[RemoteWorker]) -> None:
         """Close the connections; the node ends the workers' tasks."""
@@ -279,7 +243,7 @@ class RemoteWorker(Watched):
         """Whether it sent an answer that cannot be read."""
         self._on_end = on_end
         self.kill_reason = ""
-        self._moved = ""
+        self._unreadable = ""  # the reason that `_death` reports
         self._link = link
         # A node on this machine passes the socket of the worker's process with OPENED.
         self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
@@ -347,17 +311,15 @@ class RemoteWorker(Watched):
 
     def death(self) -> WorkerDied:
         """Return the node's report of its end as an error. Without a report, the worker itself may be running."""
-        # A worker that moved, as it was asked to, is no failure of its node.
         death, why = self._death()
-        moved = self._moved and not self.unreadable
-        self._on_end(self, "" if moved or not self.lost else why)
+        self._on_end(self, why if self.lost else "")
         return death
 
     def _death(self) -> tuple[WorkerDied, str]:
         said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
         self.unreadable = self.unreadable or (not self._direct and self.channel.broken)
         if self._direct:
-            why = self._moved or "the node closed the connection"
+            why = self._unreadable or "the node closed the connection"
             # The link is readable: by the node's report, or by its end without a report.
             try:
                 said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
@@ -389,8 +351,7 @@ class RemoteWorker(Watched):
         if self._direct:
             self.unreadable = True
             self.channel.ended = True
-            # The reason that `_death` reports. With `unreadable`, `death` does not take it for a move.
-            self._moved = why
+            self._unreadable = why
             hang_up_soon(self._link)  # makes `death_fd` readable
         else:
             self.channel.distrust(why)
@@ -404,14 +365,6 @@ class RemoteWorker(Watched):
                 self._link.send(frames.KILL)
             else:
                 self.channel.kill()
-
-    def move(self) -> None:
-        """End once its tasks are answered. A worker on this machine ends at once."""
-        self._moved = "another node has come, which takes its part"
-        if self._direct:
-            hang_up_soon(self._link)
-        else:
-            self.channel.leave(self._moved)
 
     def kill(self) -> None:
         """Shut the connection down. The pool then notices an end; `release` follows."""

@@ -94,6 +94,8 @@ def tls_refusal(error: Exception) -> str:
     reason = (error.reason or "") if isinstance(error, ssl.SSLError) else ""
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "it has no certificate: set Service(tls_cert=, tls_key=)"
+    if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE"):
+        return "it does not speak TLS, and this node does: set Service(tls_ca=)"
     why = reason.partition("ALERT_")[2].replace("_", " ").lower()
     return why and f"it refuses this node's certificate: {why}"
 

@@ -17,25 +17,8 @@ from asyncloader.service.protocol.connection import Link, Message
 
 _SIGN_OF_LIFE_S = 5.0
 _CLOSES_S = 3.0  # for a peer to close a connection that was refused
-_TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS client
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 _T = TypeVar("_T")
-
-
-async def speaks_tls(sock: socket.socket) -> bool:
-    """Whether a connection begins with TLS. Waits for its first byte, which stays to be read; not at a Unix socket.
-
-    Raises:
-        OSError: it ended before its first byte, such as a load balancer's health check.
-    """
-    sock.setblocking(False)
-    if sock.family == socket.AF_UNIX:
-        return False
-    await _ready(sock, read=True)
-    first = sock.recv(1, socket.MSG_PEEK)
-    if not first:
-        raise ConnectionError("it ended before its first byte")
-    return first == _TLS_HANDSHAKE
 
 
 async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.socket:
@@ -45,6 +28,7 @@ async def secure(sock: socket.socket, tls: ssl.SSLContext | None) -> socket.sock
         ssl.SSLError: a side refuses the other's certificate, or the peer does not follow the protocol.
         OSError: the connection ended.
     """
+    sock.setblocking(False)
     if sock.family == socket.AF_UNIX:
         return sock
     # A loader whose machine has lost its power sends no end: without keepalive its connection would stay for ever.

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import ssl
-import tomllib
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,29 +50,15 @@ def run(given: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 def _options(flags: dict[str, Any]) -> dict[str, Any]:
-    """Merge flags, environment and file, in this order of precedence."""
-    chosen: dict[str, Any] = {}
-    path = flags.pop("config") or os.environ.get("ASYNCLOADER_CONFIG")
-    if path:
-        try:
-            chosen |= tomllib.loads(Path(path).read_text())
-        except (OSError, tomllib.TOMLDecodeError) as error:
-            raise _Mistake(f"{path}: {error}") from None
-    chosen = {name.replace("-", "_"): value for name, value in chosen.items()}
-    unknown = sorted(set(chosen) - set(flags))
-    if unknown:
-        raise _Mistake(f"{path}: there is no option {unknown[0]!r}")
-    for name, value in chosen.items():
-        if name in _LISTS and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
-            raise _Mistake(f"{path}: {name} = {value!r}: give a list of texts")
-        if name not in _LISTS and not isinstance(value, (str, int) if name == "workers" else str):
-            raise _Mistake(f"{path}: {name} = {value!r}: give a text")
-    for name in flags:
+    """Merge the flags with the environment, in this order of precedence."""
+    if flags.pop("config") or os.environ.get("ASYNCLOADER_CONFIG"):
+        raise _Mistake("--config was removed: give flags, or set variables such as ASYNCLOADER_LISTEN")
+    chosen = dict(flags)
+    for name, given in flags.items():
         value = os.environ.get(f"ASYNCLOADER_{name.upper()}")
-        if value:
+        if value and given in (None, []):
             chosen[name] = value.split(",") if name in _LISTS else value
-    chosen |= {name: value for name, value in flags.items() if value not in (None, [])}
-    return {name: chosen.get(name) for name in flags} | {"token": os.environ.get("ASYNCLOADER_TOKEN")}
+    return chosen | {"token": os.environ.get("ASYNCLOADER_TOKEN")}
 
 
 async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:

@@ -2,9 +2,9 @@
 
     asyncloader serve data:train --arg root=/data --listen 127.0.0.1:7070 --workers 8
 
-Every flag can also come from the environment (``ASYNCLOADER_LISTEN``) or from a TOML file (``--config``), where lists
-are lists; a flag goes before the environment, and that before the file. The first line on standard output is JSON and
-says where the node listens; it is printed when the node is ready. The log goes to standard error.
+Every flag can also come from the environment (``ASYNCLOADER_LISTEN``; lists with commas), and a flag goes before it.
+The first line on standard output is JSON and says where the node listens; it is printed when the node is ready. The log
+goes to standard error.
 """
 
 from __future__ import annotations
@@ -33,4 +33,4 @@ def add_serve(commands: Any) -> None:
     add("--tls-key", metavar="FILE", help="its key")
     add("--tls-ca", metavar="FILE", help="loaders must show a certificate that these have signed")
     add("--metrics", metavar="ADDRESS", help="host:port of /metrics, /healthz and /readyz")
-    add("--config", metavar="FILE", help="a TOML file with these options")
+    add("--config", metavar="FILE", help=argparse.SUPPRESS)

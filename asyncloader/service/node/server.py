@@ -21,7 +21,7 @@ from typing import Any
 
 from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
-from asyncloader.service.node.async_io import message_of, secure, send_whole, speaks_tls, wait_for
+from asyncloader.service.node.async_io import message_of, secure, send_whole, wait_for
 from asyncloader.service.node.sessions import MemoryQuota, OpenConnection, Session, check_files
 from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
@@ -31,8 +31,6 @@ from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
-    Look,
-    Looked,
     Opened,
     Opening,
     Proof,
@@ -287,13 +285,7 @@ class Node:
         by = {"peer": peer}  # the log bounds the lines of each peer
         try:
             async with asyncio.timeout(HANDSHAKE_S):
-                wanted = self._tls is not None and sock.family != socket.AF_UNIX
-                # TLS and our protocol differ in the first byte. A peer with the wrong protocol is refused in plain
-                # bytes: a loader without TLS shows the reason, and one with TLS has an error of OpenSSL that says it.
-                tls = await speaks_tls(sock)
-                if tls == wanted:
-                    sock = await secure(sock, self._tls)
-                link = Link(sock, frames.MOST_HANDSHAKE)
+                link = Link(await secure(sock, self._tls), frames.MOST_HANDSHAKE)
         except (OSError, TimeoutError) as error:
             why = tls_refusal(error)
             self.refusals += bool(why)
@@ -304,10 +296,6 @@ class Node:
         # The link has the socket now. A connection that takes the link closes it; otherwise it is closed below.
         opened = False
         try:
-            if tls and not wanted:
-                raise Refused("it speaks TLS, and this node does not: start the node with --tls-cert")
-            if wanted and not tls:
-                raise Refused("it does not speak TLS, and this node does: set Service(tls_ca=)")
             opened = await self._handshake(link, peer)
         except (Refused, NotMade, ValueError) as error:
             self.refusals += 1
@@ -315,12 +303,8 @@ class Node:
             for_now = isinstance(error, NotMade) or getattr(error, "for_now", False)
             _log.info("a loader at %s was refused: %s", peer, text, extra=by)
             with contextlib.suppress(OSError):
-                if tls != wanted:
-                    # Read first: if bytes are unread when a socket is closed, the kernel resets the connection, and the
-                    # peer may lose the answer.
-                    sock.recv(1 << 16)
                 link.send(frames.REFUSED, pack_record(Refusal(text, for_now)))
-                sock.shutdown(socket.SHUT_WR)
+                link.sock.shutdown(socket.SHUT_WR)
         except (OSError, TimeoutError) as error:
             _log.debug("a connection ended in its handshake: %r", error, extra=by)
         except Exception:  # a fault of ours must not end the node
@@ -369,12 +353,9 @@ class Node:
         answer = Welcome(proof(self._token, "node", theirs, mine), info)
         link.send(frames.WELCOME, pack_record(answer))
         async with asyncio.timeout(HANDSHAKE_S):
-            message = await message_of(link, frames.OPENING, frames.PLAN, frames.LOOK)
+            message = await message_of(link, frames.OPENING, frames.PLAN)
         if message.header.kind == frames.PLAN:
             await self._plan(link, host, info, read_request(message.body))
-            return False
-        if message.header.kind == frames.LOOK:
-            await self._look(link, host, read_record(Look, message.body).pids)
             return False
         opening = read_opening(message.body)
         problem = opening.mismatch(info)
@@ -398,18 +379,6 @@ class Node:
         async with asyncio.timeout(_PLAN_S):
             for body in messages(answer):
                 await send_whole(link, frames.PLANNED, body)
-
-    async def _look(self, link: Link, asked: HostProcesses, pids: Sequence[int]) -> None:
-        """Send the states and stacks of these processes, as far as they read this dataset."""
-        # Also of the processes that read it in threads, which are another `HostProcesses`.
-        same = [
-            host
-            for host in self._hosts.values()
-            if (host.setup.target, host.setup.arguments) == (asked.setup.target, asked.setup.arguments)
-        ]
-        found = await asyncio.gather(*(host.look(pids) for host in same))
-        async with asyncio.timeout(HANDSHAKE_S):
-            await send_whole(link, frames.LOOKED, pack_record(Looked([each for reports in found for each in reports])))
 
     async def _open(
         self, link: Link, peer: str, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo

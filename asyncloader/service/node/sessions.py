@@ -9,9 +9,12 @@ import errno
 import os
 import resource
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncloader.errors import RingMemoryError
+
+if TYPE_CHECKING:
+    from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 
 _FREE_FILES = 32  # for handshakes
 _REASON = "half of the memory that the node had when it began, the most for one loader"
@@ -28,23 +31,27 @@ class MemoryQuota:
     Args:
         name: the name that the loader gave itself.
         most_bytes: bytes that it may have, at most; None: no limit.
+
+    Attributes:
+        ring_bytes: size of its rings.
+        unsent_bytes: bytes of messages that it has not read yet.
     """
 
     def __init__(self, name: str, most_bytes: int | None) -> None:
         self.name = name
         self.connections = 0
-        self._most = most_bytes
-        self._rings = 0
-        self._unsent = 0
+        self.most_bytes = most_bytes
+        self.ring_bytes = 0
+        self.unsent_bytes = 0
         self._waiting: dict[Callable[[], None], None] = {}
 
     def room(self, held: int) -> int | None:
         """Return how many bytes a ring may have that replaces one of `held` bytes, so that the rings of all connections
         fit; None: any number.
         """
-        if self._most is None:
+        if self.most_bytes is None:
             return None
-        return min(self._most // max(1, self.connections), self._most - self._rings + held)
+        return min(self.most_bytes // max(1, self.connections), self.most_bytes - self.ring_bytes + held)
 
     def hold(self, nbytes: int) -> None:
         """Count a change of the rings' bytes.
@@ -54,8 +61,8 @@ class MemoryQuota:
         """
         # Compared without the unsent bytes: rings alone never make the quota full, which therefore ends as the loader
         # reads.
-        if nbytes > 0 and self._most is not None and self._rings + nbytes > self._most:
-            raise RingMemoryError(self._rings + nbytes, self._most, _REASON, _ADVICE)
+        if nbytes > 0 and self.most_bytes is not None and self.ring_bytes + nbytes > self.most_bytes:
+            raise RingMemoryError(self.ring_bytes + nbytes, self.most_bytes, _REASON, _ADVICE)
         self._change(nbytes, 0)
 
     def check(self, nbytes: int) -> None:
@@ -64,8 +71,8 @@ class MemoryQuota:
         Raises:
             RingMemoryError: the batch alone takes more than the limit.
         """
-        if self._most is not None and nbytes > self._most:
-            raise RingMemoryError(nbytes, self._most, _REASON, _ADVICE)
+        if self.most_bytes is not None and nbytes > self.most_bytes:
+            raise RingMemoryError(nbytes, self.most_bytes, _REASON, _ADVICE)
 
     def count(self, nbytes: int) -> None:
         """Count a change of the unsent bytes. Calls the functions that wait, if the quota is no longer full."""
@@ -73,8 +80,8 @@ class MemoryQuota:
 
     def _change(self, rings: int, unsent: int) -> None:
         was_full = self.full
-        self._rings += rings
-        self._unsent += unsent
+        self.ring_bytes += rings
+        self.unsent_bytes += unsent
         if was_full and not self.full:
             # Replaced before the calls: a function may find the quota full once more, and wait again.
             waiting, self._waiting = self._waiting, {}
@@ -82,24 +89,9 @@ class MemoryQuota:
                 resume()
 
     @property
-    def ring_bytes(self) -> int:
-        """Size of the loader's rings."""
-        return self._rings
-
-    @property
-    def unsent_bytes(self) -> int:
-        """Bytes of messages that it has not read yet."""
-        return self._unsent
-
-    @property
-    def most_bytes(self) -> int | None:
-        """Bytes that it may have, at most; None: no limit."""
-        return self._most
-
-    @property
     def full(self) -> bool:
         """Whether the loader has more than the limit."""
-        return self._most is not None and self._rings + self._unsent > self._most
+        return self.most_bytes is not None and self.ring_bytes + self.unsent_bytes > self.most_bytes
 
     def wait(self, resume: Callable[[], None]) -> None:
         """Call this, once, when the quota is no longer full. It must not raise."""
@@ -111,33 +103,12 @@ class MemoryQuota:
         self._waiting.pop(resume, None)
 
 
-class CountedConnection(Protocol):
-    """The node's end of a worker connection, with its counts."""
-
-    relayed: bool
-    """Whether the node sends its batches. Else they do not pass the node, and the counts stay 0."""
-    batches: int
-    """Batches that were sent."""
-    sent_bytes: int
-    """Bytes of these."""
-
-    @property
-    def in_work(self) -> int:
-        """Tasks that the process has."""
-        ...
-
-    @property
-    def waiting(self) -> int:
-        """Tasks that the process does not have yet."""
-        ...
-
-
 class OpenConnection(NamedTuple):
     """A worker connection: the worker's number in its loader, its process, and the node's end."""
 
     worker: int
     pid: int
-    end: CountedConnection
+    end: RelayedConnection | LocalConnection
 
 
 class Session:

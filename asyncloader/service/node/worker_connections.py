@@ -508,7 +508,7 @@ class LocalConnection:
     """
 
     relayed = False
-    batches = sent_bytes = in_work = waiting = 0  # see `CountedConnection`
+    batches = sent_bytes = in_work = waiting = 0  # its batches do not pass the node
 
     def __init__(self, link: Link, ended: Callable[[], None], kill: Callable[[], None]) -> None:
         self._link = link

@@ -38,7 +38,7 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
 from asyncloader.workers.ipc.lifeline import Lifeline
 from asyncloader.workers.ipc.peer_text import LineLimit, line_of
-from asyncloader.workers.process import WorkerProcess, look
+from asyncloader.workers.process import WorkerProcess
 
 _log = logging.getLogger("asyncloader")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 30.0  # before a process is started again
@@ -50,7 +50,6 @@ _NONE_READY_S = 20.0
 _FAILURES_PER_MINUTE = 6  # that are logged
 _FAILED_S = 60.0
 """Seconds in which a process gets no connections after one ended at no task, if there are other processes."""
-_STACKS_S = 1.0
 _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at the task of another worker connection."
 
@@ -124,7 +123,6 @@ class HostProcesses:
         self.deaths = 0
         self._by = {"peer": f"processes of {setup.target}"}  # the log bounds the lines of each peer
         self._logged = LineLimit(_FAILURES_PER_MINUTE)
-        self._looking = asyncio.Lock()  # a process writes its stacks into one pipe, which has one reader at a time
         self._requests = 0  # numbers connections and plans; no number is used twice
         self._users = 0  # handshakes that are about to open a connection
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
@@ -424,14 +422,6 @@ class HostProcesses:
         finally:
             # Also when the handshake is cancelled: the process still answers, and `_read` drops that answer.
             made.plans.pop(number, None)
-
-    async def look(self, pids: Sequence[int]) -> list[tuple[int, str, str]]:
-        """Return the id, the state and the threads' stacks of each of these processes that runs here."""
-        async with self._looking:
-            # Chosen behind the lock: processes may have been replaced while this waited for it.
-            own = [each.process for each in self._processes.values() if each.process.pid in pids]
-            reports = await look(own, _STACKS_S)
-        return [(process.pid, report.state, report.text) for process, report in zip(own, reports, strict=True)]
 
     def _ask(self, made: _Process, kind: int, request: Any, fds: Sequence[int] = ()) -> None:
         """Send a request to a process."""

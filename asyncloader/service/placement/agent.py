@@ -26,7 +26,6 @@ from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.node_log import set_up_log
 from asyncloader.service.node.server import Node
-from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.protocol.sockets import host_and_port, server_tls
 from asyncloader.workers.worker import serve_async
 
@@ -44,13 +43,13 @@ class AgentNode:
     Args:
         host: the address of its machine in the engine's network.
         workers: processes for each dataset.
-        credentials: the token and the certificates of the service.
+        credentials: the token, and the files of the authorities, the certificate and its key; see `Service`.
 
     Raises:
         OSError: the node cannot be started; and from each method, the node has ended.
     """
 
-    def __init__(self, host: str, workers: int, credentials: Credentials) -> None:
+    def __init__(self, host: str, workers: int, credentials: tuple[str | None, ...]) -> None:
         self._connection, theirs = Pipe()
         # One request at a time: answers have no number, so the next answer must be that of this request.
         self._lock = threading.Lock()
@@ -117,7 +116,9 @@ def _main(argv: Sequence[str]) -> None:
     serve_async(partial(_serve, connection, *setup))
 
 
-async def _serve(connection: Connection[Any, Any], host: str, workers: int, credentials: Credentials) -> None:
+async def _serve(
+    connection: Connection[Any, Any], host: str, workers: int, credentials: tuple[str | None, ...]
+) -> None:
     token, ca, cert, key = credentials
     node = Node([], workers, token, None if cert is None else server_tls(cert, key, ca))
     try:

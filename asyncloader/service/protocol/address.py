@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -86,25 +85,8 @@ class Service:
             return Path(path).read_text().strip()
         return os.environ.get("ASYNCLOADER_TOKEN") or None
 
-    def workers_at(self, address: str) -> int:
-        """How many processes the node at this address has, for the distribution of workers. 1: not known."""
-        del address
-        return 1
-
-    def watch(self, changed: Callable[[], None]) -> Callable[[], object]:
-        """Call `changed`, in any thread, when `addresses` has changed. Returns a function that ends this."""
-        del changed
-        return _nothing
-
-    def close(self) -> None:
-        """Release what belongs to the loader that this was made for. Idempotent."""
-
     def __repr__(self) -> str:  # without the token
         return f"Service({self.url!r})"
-
-
-def _nothing() -> None:
-    pass
 
 
 def _check_address(address: str) -> None:

@@ -14,7 +14,6 @@ import contextlib
 import fcntl
 import socket
 import ssl
-import struct
 import sys
 import termios
 from collections import deque
@@ -30,7 +29,6 @@ _RECORD = 1 << 14  # bytes of a TLS record, at most
 _READ_SMALL = 1 << 18  # bytes that are read at a time while payloads are small
 _TURN = 4 << 20  # bytes after which other connections of the event loop have a turn
 _WAKE = 1 << 18  # bytes of a payload that are worth a wake-up of the event loop
-_BYTES_RECEIVED = struct.Struct("=128xQ")  # of `struct tcp_info`
 _FD_BYTES = socket.CMSG_SPACE(4)  # one, and with the padding of most systems a second
 
 
@@ -99,13 +97,7 @@ class Link:
             OSError: the link is closed.
         """
         # Not `select`: below the number of `_wake_at`, the socket does not count as readable.
-        unread = int.from_bytes(fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4)), sys.byteorder)
-        encrypted = 0
-        if self._tls and hasattr(socket, "TCP_INFO"):
-            # OpenSSL takes the bytes of a record from the kernel, and returns none before it has all 16 KiB.
-            info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_RECEIVED.size)
-            encrypted = _BYTES_RECEIVED.unpack(info)[0] if len(info) == _BYTES_RECEIVED.size else 0
-        return self.received + unread + encrypted
+        return self.received + int.from_bytes(fcntl.ioctl(self.sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     # -------------------------------------------------------------------------------------------- sending
 
@@ -206,7 +198,7 @@ class Link:
         while not self.ended:
             if self._reading is not None:
                 header, body, target = self._reading
-                number = self._pull(target[self._got :])
+                number = self._read_into(target[self._got :])
                 if number is None:
                     break
                 self._got += number
@@ -219,8 +211,10 @@ class Link:
             else:
                 # Until a call finds nothing, also behind a short read: uvloop calls the reader of a connection that was
                 # reset only once, even if bytes are left or the end was not read.
-                if self._fill(self._room()) is None:
+                number = self._read_into(self._room())
+                if number is None:
                     break
+                self._end += number
                 yield from self._split()
             if self.received >= until and not self._is_forgotten():
                 break
@@ -276,8 +270,8 @@ class Link:
             self._buffer, self._start, self._end = larger, 0, rest
         return self._buffer[self._end : self._end + self._at_once]
 
-    def _fill(self, room: memoryview) -> int | None:
-        """Read into this part of the buffer. None: no byte was received, or the connection has ended."""
+    def _read_into(self, room: memoryview) -> int | None:
+        """Read bytes into this memory. None: no byte was received, or the connection has ended."""
         try:
             if self._unix:
                 # Without CLOEXEC, a process that another thread starts at this moment would inherit the descriptors.
@@ -298,17 +292,11 @@ class Link:
             if isinstance(error, ssl.SSLError):
                 self.alert = error
             number = 0
-        self._end += number
-        return self._count(number)
-
-    def _pull(self, target: memoryview) -> int | None:
-        try:
-            number = self.sock.recv_into(target)
-        except (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+        if not number:
+            self.ended = True
             return None
-        except OSError:  # reset, timed out, no route, or broken TLS
-            number = 0
-        return self._count(number)
+        self.received += number
+        return number
 
     def _wake_at(self, nbytes: int) -> None:
         """Let the socket count as readable once this number of bytes, or `_WAKE` of them, has been received."""
@@ -319,13 +307,6 @@ class Link:
             self._waking = wanted
             with contextlib.suppress(OSError):  # a closed connection is readable whatever the number
                 self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-
-    def _count(self, number: int) -> int | None:
-        if not number:
-            self.ended = True
-            return None
-        self.received += number
-        return number
 
     # -------------------------------------------------------------------------------------------- closing
 

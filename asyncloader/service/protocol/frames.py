@@ -24,9 +24,9 @@ from typing import Final, NamedTuple
 
 # Numbers above those of `wire`, because both kinds of messages have this header.
 # loader -> node
-HELLO, PROOF, OPENING, PING, KILL, PLAN, LOOK = 64, 65, 66, 67, 68, 70, 71
+HELLO, PROOF, OPENING, PING, KILL, PLAN = 64, 65, 66, 67, 68, 70
 # node -> loader
-CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED, LOOKED = 80, 81, 82, 83, 84, 85, 86, 87, 89
+CHALLENGE, WELCOME, OPENED, REFUSED, DIED, PONG, DRAINING, PLANNED = 80, 81, 82, 83, 84, 85, 86, 87
 
 MOST_HANDSHAKE: Final = 1 << 17
 """Bytes of a body, at most, until both sides have proved that they have the token."""

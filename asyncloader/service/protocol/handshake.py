@@ -9,7 +9,7 @@
     node -> loader: REFUSED    instead of any answer: the reason
 
 Instead of OPENING a loader may send PLAN, which asks for an epoch's shards where the loader assigns them, and is
-answered by PLANNED; or LOOK, which asks for processes' stacks, answered by LOOKED.
+answered by PLANNED.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 if TYPE_CHECKING:
     from asyncloader.service.definition import Defined
 
-PROTOCOL = 4
+PROTOCOL = 5
 MOST_WORKERS = 1 << 16
 MOST_ARGUMENTS = 1 << 16
 """Characters of a definition's arguments as JSON, at most."""
@@ -124,18 +124,6 @@ class Opened(NamedTuple):
     """The id of the worker's process."""
 
     pid: Count
-
-
-class Look(NamedTuple):
-    """The ids of processes whose stacks a loader asks for."""
-
-    pids: Annotated[list[int], Meta(max_length=MOST_WORKERS)]
-
-
-class Looked(NamedTuple):
-    """For each process: id, state, and the stacks of its threads."""
-
-    reports: list[tuple[int, str, str]]
 
 
 class Opening(NamedTuple):

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 from msgspec import Meta
 from torch._utils import ExceptionWrapper
 
@@ -35,6 +36,12 @@ _TEXT = 1 << 16
 """Characters of a traceback that are sent and accepted, at most. Its end is kept."""
 _NOTE, _MOST_NOTES = 4000, 32
 _NAME = 300
+_ACTIONS = ("skipped", "refilled", "replaced")
+
+
+class _Broken(ValueError):
+    def __init__(self) -> None:
+        super().__init__("broken stream: a start, a cursor or records of samples that cannot be read")
 
 
 class _Raised(NamedTuple):
@@ -94,18 +101,19 @@ class MsgpackCodec:
 
     def load_start(self, data: bytes) -> EpochStart:
         """Unpack and check the start of an epoch. Raises ValueError."""
-        values = unpack(data)
-        if type(values) is not tuple or len(values) != len(EpochStart._fields):
-            raise ValueError("broken stream: the start of an epoch that cannot be read")
-        start = EpochStart(*values)
-        if type(start.streams) is not tuple or len(start.streams) > MOST_STREAMS:
-            raise ValueError("broken stream: the start of an epoch that cannot be read")
-        _check_start(start)
-        for each in start.streams:
-            if type(each) is not EpochStart or type(each.streams) is not tuple or each.streams:
-                raise ValueError("broken stream: the start of a stream that cannot be read")
-            _check_start(each)
-        return start
+        start: EpochStart = _checked(unpack(data), EpochStart)
+        if len(start.streams) > MOST_STREAMS:
+            raise _Broken
+        streams = tuple(_checked(each, EpochStart) for each in start.streams)
+        for each in (start, *streams):
+            numbers = each.shared_seed or 0, each.epoch, each.skip, each.errors, each.stream_key
+            if not _are_counts(*numbers) or (each is not start and each.streams):
+                raise _Broken
+            if each.message:  # a loader's own workers would unpickle it
+                raise _Broken
+            if each.cursor is not None:
+                _check_cursor(each.cursor)
+        return start._replace(streams=streams)
 
     def template(self, data: bytes) -> BatchTemplate:
         """Read and check the template of a batch. Raises ValueError."""
@@ -135,10 +143,19 @@ class MsgpackCodec:
 
     def load_records(self, data: bytes) -> Sequence[SkippedSample]:
         """Unpack and check records of samples that raised. Raises ValueError."""
-        records = unpack(data)
-        if type(records) is not list or not records or not all(map(_is_record, records)):
-            raise ValueError("broken stream: records of samples that cannot be read")
-        return list(map(_readable, records))
+        values = unpack(data)
+        if type(values) is not list or not values:
+            raise _Broken
+        records: list[SkippedSample] = [_checked(each, SkippedSample) for each in values]
+        for each in records:
+            if not _are_counts(each.position or 0, each.worker, each.pid) or each.action not in _ACTIONS:
+                raise _Broken
+        return [
+            each._replace(  # texts that are safe to log
+                error=line_of(each.error, ERROR_CHARACTERS), traceback=block_of(each.traceback, TRACEBACK_CHARACTERS)
+            )
+            for each in records
+        ]
 
 
 def _pack_cursor(cursor: Cursor) -> PackedCursor:
@@ -149,56 +166,23 @@ def _pack_cursor(cursor: Cursor) -> PackedCursor:
     return PackedCursor(data, unpack)
 
 
-def _readable(record: SkippedSample) -> SkippedSample:
-    """Return the record with texts that are safe to log."""
-    return record._replace(
-        error=line_of(record.error, ERROR_CHARACTERS), traceback=block_of(record.traceback, TRACEBACK_CHARACTERS)
-    )
-
-
-def _check_start(start: EpochStart) -> None:
-    right = (
-        _is_count(start.shared_seed, None)
-        and _is_count(start.epoch)
-        and type(start.epoch_set) is bool
-        and _is_count(start.skip)
-        and _is_count(start.errors)
-        and _is_count(start.stream_key)
-        and type(start.message) is bytes
-        and not start.message  # a loader's own workers would unpickle it
-    )
-    if not right:
-        raise ValueError("broken stream: the start of an epoch that cannot be read")
-    if start.cursor is not None:
-        if type(start.cursor) is not Cursor:
-            raise ValueError("broken stream: a cursor that cannot be read")
-        _check_cursor(start.cursor)
+def _checked(value: Any, kind: Any) -> Any:
+    """Check the fields of a named tuple by the annotations of this type, and return one. Raises ValueError."""
+    try:
+        # As a plain tuple: msgspec takes an object of the type as it is.
+        return msgspec.convert(tuple(value) if isinstance(value, tuple) else None, kind)
+    except msgspec.ValidationError:
+        raise _Broken from None
 
 
 def _check_cursor(value: Any) -> None:
-    if type(value) not in (tuple, Cursor) or len(value) != len(Cursor._fields):
-        raise ValueError("broken stream: a cursor that cannot be read")
-    batches, samples, ended, _, _, problem, itself = value
-    texts = type(problem) is str and type(itself) is str and itself in ("", "within", "before", "ended")
-    if not (_is_count(batches) and _is_count(samples) and type(ended) is bool and texts):
-        raise ValueError("broken stream: a cursor that cannot be read")
+    cursor: Cursor = _checked(value, Cursor)
+    if not _are_counts(cursor.batches, cursor.samples) or cursor.itself not in ("", "within", "before", "ended"):
+        raise _Broken
 
 
-def _is_record(value: Any) -> bool:
-    return (
-        type(value) is SkippedSample
-        and _is_count(value.position, None)
-        and _is_count(value.worker)
-        and _is_count(value.pid)
-        and all(type(text) is str for text in (value.error, value.traceback, value.action))
-        and value.action in ("skipped", "refilled", "replaced")
-        and len(value.error) <= ERROR_CHARACTERS
-        and len(value.traceback) <= TRACEBACK_CHARACTERS
-    )
-
-
-def _is_count(value: Any, *others: Any) -> bool:
-    return (type(value) is int and 0 <= value < 1 << 64) or (value is None and None in others)
+def _are_counts(*numbers: int) -> bool:
+    return all(0 <= number < 1 << 64 for number in numbers)
 
 
 def _known(module: Any, name: Any) -> Any:

@@ -28,14 +28,14 @@ from asyncloader.service.protocol.batch_types import is_named_tuple, name_of, wh
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.memory.leaves import DTYPES, SPARSE_LAYOUTS, sparse_parts
+from asyncloader.workers.memory.leaves import DTYPES
 
 
 class Kind:
     """The first element of an array: the type of the packed value."""
 
     LIST, TUPLE, DICT, SET, FROZENSET, ORDERED, BIG, COMPLEX, BYTEARRAY = range(9)
-    NAMED, SCALAR, ARRAY, TENSOR, SIZE, DTYPE, LEAF, SPARSE = range(9, 17)
+    NAMED, SCALAR, ARRAY, TENSOR, SIZE, DTYPE, LEAF = range(9, 16)
 
 
 LEAF: Final = Kind.LEAF
@@ -223,9 +223,6 @@ def _flat(value: Any, packing: _Packing) -> Any:
     if kind is dict or kind is OrderedDict:
         packing.check_keys(value)
         return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, packing)]
-    # Before `special`, which takes dense tensors only: the parts of a sparse tensor become leaves one by one.
-    if isinstance(value, torch.Tensor) and value.layout in SPARSE_LAYOUTS and kind is torch.Tensor:
-        return _sparse_parts(value, packing)
     # Before `_FLAT`: in a batch, tensors and arrays become leaves, and `_FLAT` packs them with their bytes.
     if packing.special is not None and (made := packing.special(value)) is not None:
         return made
@@ -304,7 +301,7 @@ def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
 def why_unsendable(tensor: torch.Tensor) -> str:
     """Return what keeps a service from sending a tensor, in words; empty: nothing does."""
     if tensor.layout is not torch.strided:
-        return f"is a tensor of layout {tensor.layout}, which a service does not send"
+        return f"is a tensor of layout {tensor.layout}, which a service does not send: send its indices and values"
     if tensor.device.type != "cpu":
         return f"is a tensor on {tensor.device}: a service sends those in the CPU's memory"
     if tensor.requires_grad:
@@ -323,18 +320,6 @@ def _tensor_parts(tensor: torch.Tensor) -> list[Any]:
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor)
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
     return [DTYPE_NAMES[tensor.dtype], [Kind.TUPLE, *tensor.shape], Ext(BYTES, data)]
-
-
-SPARSE_BY_NAME = {str(layout): layout for layout in SPARSE_LAYOUTS}
-
-
-def _sparse_parts(tensor: torch.Tensor, packing: _Packing) -> list[Any]:
-    if tensor.requires_grad or tensor.device.type != "cpu":
-        raise Unsendable("is a sparse tensor with a gradient, or on a device, which a service does not send")
-    # `is_coalesced` raises for the other layouts.
-    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-    parts = [_flat(part, packing) for part in sparse_parts(tensor)]
-    return [Kind.SPARSE, str(tensor.layout), [Kind.TUPLE, *tensor.shape], coalesced, *parts]
 
 
 _FLAT: dict[type, Callable[[Any], Any]] = {

@@ -14,7 +14,7 @@ import math
 import operator
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -35,13 +35,12 @@ from asyncloader.service.protocol.msgpack_values import (
     MOST_KEYS,
     OURS,
     SECRETLY_HASHED,
-    SPARSE_BY_NAME,
     Kind,
     decoder,
     too_many_arrays,
 )
 from asyncloader.workers.ipc.peer_text import line_of
-from asyncloader.workers.memory.leaves import DTYPES, sparse_part_names
+from asyncloader.workers.memory.leaves import DTYPES
 
 _WINDOWS = {name_of(Window): Window}  # which `PackedLoader` checks before it packs them
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE
@@ -112,16 +111,12 @@ def build(tree: Any, leaves: Sequence[Any]) -> Any:
     try:
         return _Builder(leaves, dry=False).value(tree, DEPTH)
     except _Unregistered as error:
-        place, name = _place_of(tree, error.args[0]), line_of(error.args[0])
-        raise TypeError(
-            f"{line_of(place or 'the batch')} is a {name}, and only types that were registered are made from a "
-            f"service's answers: call asyncloader.register_batch_type({name.rpartition('.')[2]})"
-        ) from None
+        raise TypeError(*error.args) from None
 
 
 def check(tree: Any, leaves: Sequence[WireLeaf]) -> None:
-    """Check that `build` will succeed with this tree. Constructors of registered types may still raise, and the indices
-    of sparse tensors, which are among the leaves' bytes, may be invalid. Calls no code of the user.
+    """Check that `build` will succeed with this tree. Constructors of registered types may still raise. Calls no code
+    of the user.
 
     Raises:
         ValueError: `build` would fail.
@@ -161,7 +156,7 @@ class _Builder:
             raise _Broken("nested too deeply" if tree else "an empty packed value")
         tag = tree[0]
         # Here and below not `isinstance`: a bool is an int, too, and would be taken for a kind or a size.
-        if type(tag) is not int or not 0 <= tag <= Kind.SPARSE:
+        if type(tag) is not int or not 0 <= tag <= LEAF:
             raise _Broken("a packed value of no known kind")
         try:
             if tag == LEAF:
@@ -241,36 +236,21 @@ class _Builder:
             raise _Unregistered(name)
         return _restored(kind, fields) if dataclasses.is_dataclass(kind) else _named_tuple(kind, fields)
 
-    # ------------------------------------------------------------------------------------------ tensors
 
-    def sparse(self, values: list[Any]) -> Any:
-        name, shape, coalesced, *parts = values
-        layout = SPARSE_BY_NAME[name] if type(name) is str else None
-        dense = all(
-            type(each) is WireLeaf or (type(each) is torch.Tensor and each.layout is torch.strided) for each in parts
+class _Unregistered(TypeError):
+    def __init__(self, name: str) -> None:
+        name = line_of(name)
+        super().__init__(
+            f"the batch has a {name}, and only types that were registered are made from a service's answers: call "
+            f"asyncloader.register_batch_type({name.rpartition('.')[2]})"
         )
-        if layout is None or len(parts) != len(sparse_part_names(layout)) or type(coalesced) is not bool or not dense:
-            raise _Broken("a sparse tensor that cannot be read")
-        checked = msgspec.convert(shape, _Shape)
-        _number_of(checked)
-        if self._dry:
-            return WireLeaf(None)
-        special: dict[str, Any] = {"is_coalesced": coalesced} if layout is torch.sparse_coo else {"layout": layout}
-        make: Any = torch.sparse_coo_tensor if layout is torch.sparse_coo else torch.sparse_compressed_tensor
-        # Without the check, indices out of range would be memory errors in later operations.
-        return make(*parts, checked, **special, check_invariants=True)
-
-
-class _Unregistered(Exception):
-    """The value has an object of a type with this name."""
 
 
 def _named_tuple(kind: Any, fields: list[Any]) -> Any:
     if len(fields) != len(kind._fields):
         raise _Broken(f"a {kind.__qualname__} of {len(fields)} fields")
-    return tuple.__new__(
-        kind, fields
-    )  # the type's own `__new__` was called by the sender, and may change its arguments
+    # The type's own `__new__` was called by the sender, and may change its arguments.
+    return tuple.__new__(kind, fields)
 
 
 def _restored(kind: Any, pairs: list[Any]) -> Any:
@@ -288,28 +268,6 @@ def _restored(kind: Any, pairs: list[Any]) -> Any:
     if missing:
         raise _Broken(f"a {kind.__qualname__} without {', '.join(missing)}")
     return made
-
-
-def _place_of(tree: Any, name: str) -> str | None:
-    """Return the place of the first object of a type in a tree, as ``["meta"][0]``; None: it has none."""
-    if type(tree) is not list or not tree or tree[0] in (LEAF, Kind.SPARSE):
-        return None
-    kind, *values = tree
-    if kind == Kind.NAMED and values[0] == name:
-        return ""
-    steps: Iterable[str] = (f"[{number}]" for number in range(len(values)))
-    if kind in (Kind.DICT, Kind.ORDERED):
-        steps, values = (f"[{key!r:.40}]" for key in values[::2]), values[1::2]
-    elif kind == Kind.NAMED:
-        known: Any = OURS.get(values[0]) or REGISTERED.get(values[0]) or _WINDOWS.get(values[0])
-        if dataclasses.is_dataclass(known):
-            steps, values = (f".{key}" for key in values[1::2]), values[2::2]
-        else:
-            steps, values = (f".{key}" for key in known._fields), values[1:]
-    for step, value in zip(steps, values, strict=False):
-        if (inner := _place_of(value, name)) is not None:
-            return step + inner
-    return None
 
 
 def _is_key(value: Any) -> bool:
@@ -362,7 +320,6 @@ _BUILD: dict[int, Callable[[_Builder, list[Any]], Any]] = {
     Kind.SET: lambda builder, values: set(builder.elements(values)),
     Kind.FROZENSET: lambda builder, values: frozenset(builder.elements(values)),
     Kind.NAMED: _Builder.named,
-    Kind.SPARSE: _Builder.sparse,
 }
 _FIELDS: dict[int, tuple[Any, Callable[..., Any]]] = {
     Kind.BIG: (tuple[_Digits], lambda digits: int(digits, 16)),

@@ -58,7 +58,6 @@ def test_a_killed_worker_that_ends_late_is_ended_once() -> None:
         _making=threading.Lock(),
         _source=SimpleNamespace(end=ended.extend, close=Mock()),
         _loop=None,
-        _unwatch=None,
         _watchdog=None,
         _kept=None,
         _failed=False,

@@ -201,7 +201,7 @@ def test_a_path_with_an_at_sign(tmp_path: Path) -> None:
 
 
 def test_a_name_of_ipv6_addresses() -> None:
-    """Its nodes are named by addresses that can be read again: for TLS, and to ask for stacks."""
+    """Its nodes are named by addresses that can be read again: for TLS."""
     assert "tcp://[::1]:1: " in refused(Service("dns+tcp://[::1]:1", wait=0.01))
 
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from asyncloader.service.client.node_health import NodeHealth, node_order, to_move
+from asyncloader.service.client.node_health import NodeHealth, node_order
 
 
 def fail(progress: NodeHealth, now: float, *, every: int = 0, tasks: int = 1, address: str = "a") -> None:
@@ -39,7 +35,7 @@ def test_no_progress() -> None:
     for now in range(0, 70, 10):
         assert now == 60 or progress.problem(7, False, now) is None
         fail(progress, now, every=7)
-    progress.refused("b", "Connection refused\n\x1b[2J", 60)
+    progress.refused("b", "Connection refused\n\x1b[2J")
     text = progress.problem(7, False, 61)
     assert text is not None
     assert "for 61 seconds, and 7 connections" in text
@@ -78,21 +74,6 @@ def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connectio
     assert progress.unreadable("b") is None
 
 
-def test_a_node_that_was_not_there_is_avoided_for_a_minute() -> None:
-    """The node is avoided like a node that delivers nothing, until a connection to it succeeds."""
-    progress = NodeHealth(60)
-    assert not progress.avoided("a", 0.0)
-    progress.refused("a", "Connection refused", 10.0)
-    assert progress.failures("a", 11.0) == 0  # a worker without a node tries it like the others
-    assert progress.avoided("a", 69.0)
-    assert not progress.avoided("a", 71.0)
-    progress.refused("a", "Connection refused", 100.0)
-    progress.connected("a")
-    assert not progress.avoided("a", 101.0)
-    fail(progress, 102.0, address="a")
-    assert progress.avoided("a", 103.0)
-
-
 def test_the_least_loaded_comes_first_and_equal_ones_take_turns() -> None:
     """So workers are spread evenly from the beginning, and again after a node has died."""
     assert node_order([0.5, 0.0, 0.25], 7) == [1, 2, 0]
@@ -103,41 +84,3 @@ def test_the_least_loaded_comes_first_and_equal_ones_take_turns() -> None:
 def test_a_node_that_fails_comes_last() -> None:
     """The load of a failing node does not matter."""
     assert node_order([0.5, 0.0, 0.25], 0, [0, 1, 0]) == [2, 0, 1]
-
-
-def test_a_node_that_comes_gets_its_part() -> None:
-    """A new node gets a share by its number of processes; the newest workers move."""
-    assert to_move(["a", "a", "a", "a"], {"a": 1, "b": 1}) == [3, 2]
-    assert to_move(["a", "a", "a", "a"], {"a": 3, "b": 1}) == [3]
-    assert to_move(["a", "a", "a"], {"a": 1, "b": 1}) == [2]
-    assert to_move(["a", "b"], {"a": 1, "b": 1, "c": 1}) == []
-    assert to_move(["gone", "a"], {"a": 1, "b": 1}) == []
-    assert to_move(["a"], {}) == []
-
-
-@given(
-    st.lists(st.sampled_from("abcdef"), max_size=24),
-    st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 8), min_size=1),
-)
-def test_moving_evens_out_and_ends(places: list[str], capacities: dict[str, int]) -> None:
-    """Moved to the least loaded node, no worker would move again; no node is left with less than its share."""
-    moved = to_move(places, capacities)
-    after = Counter(place for number, place in enumerate(places) if number not in moved)
-    total = sum(capacities.values())
-    for number in moved:
-        assert after[places[number]] >= int(len(places) * capacities[places[number]] / total)
-    settled = [place for number, place in enumerate(places) if number not in moved]
-    names = sorted(capacities)
-    for turn in range(len(moved)):
-        there = Counter(settled)
-        settled.append(names[node_order([(there[name] + 1) / capacities[name] for name in names], turn)[0]])
-    assert len(to_move(settled, capacities)) <= sum(place not in capacities for place in places)
-
-
-def test_a_node_that_failed_attracts_nobody() -> None:
-    """A worker that moved there would return, again in each epoch. Its present workers do not count as lost."""
-    assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}) == [1]
-    assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}, ["c"]) == []
-    assert to_move(["a", "a", "a", "a"], {"a": 1, "b": 1, "c": 1}, ["b"]) == [3, 2]
-    assert to_move(["a", "a", "b"], {"a": 1, "b": 1, "c": 1}, ["a"]) == [1]
-    assert to_move(["a"], {"a": 1}, ["a"]) == []

@@ -18,7 +18,6 @@ from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions, Service, Ser
 from asyncloader.errors import NoEffectWarning
 from asyncloader.samplers.seeded import SeededDraws, SeededSampler
 from asyncloader.service.client import connect
-from asyncloader.service.placement.engine import Credentials
 from asyncloader.service.protocol.records import DatasetInfo
 from tests.service import definitions
 
@@ -174,8 +173,7 @@ def test_functions_beside_another_loaders_dataset(node: Node) -> None:
     replace the dataset's, which runs in the workers. Other functions do, or are an error if they cannot be sent.
     """
     node.info = MAP
-    nothing: Any = lambda *_: None  # noqa: E731
-    engine = SimpleNamespace(serve=lambda what: Credentials("secret"), left=nothing, nodes=list, watch=nothing)
+    engine = SimpleNamespace(serve=lambda _: Service("tcp://127.0.0.1:1"))
 
     def functions(loader: Any) -> Any:
         return loader.dataset.defined.make().functions

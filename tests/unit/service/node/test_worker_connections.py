@@ -159,9 +159,9 @@ async def test_answered_tasks_make_room() -> None:
             ((header, _),) = await played.messages_at_loader(1)
             assert (header.task, bytes(played.memory[: header.payload])) == (task, b"abc")
             assert slot >= 0
-        assert played.quota._rings
+        assert played.quota.ring_bytes
         played.connection.close()
-        assert not played.quota._rings
+        assert not played.quota.ring_bytes
 
 
 async def test_waiting_tasks_do_not_follow_the_end_of_their_epoch() -> None:
@@ -246,11 +246,11 @@ async def test_batches_that_are_not_read() -> None:
             played.process.flush()
             if turn == 500:
                 assert given <= MOST // size + 2 * slot_count(4)
-                assert played.quota._unsent <= MOST + slot_count(4) * size + (1 << 20)
+                assert played.quota.unsent_bytes <= MOST + slot_count(4) * size + (1 << 20)
             if turn > 500:
                 came += len(list(played.loader.receive()))
         assert given == number
-        assert not played.quota._unsent
+        assert not played.quota.unsent_bytes
 
 
 async def test_one_batch_that_is_larger_than_a_loaders_share() -> None:

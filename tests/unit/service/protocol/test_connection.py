@@ -204,38 +204,6 @@ def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.Monkey
             assert len(list(receiver.receive())) == 30
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system does not count the bytes")
-def test_a_tls_record_that_comes_slowly(tmp_path: Path) -> None:
-    """Its bytes count while OpenSSL returns none of them: otherwise a slow node would be taken for a silent one."""
-    files = make_authority(tmp_path)
-    node_side, loader_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    node_side.load_cert_chain(files["node_cert"], files["node_key"])
-    loader_side.load_verify_locations(files["ca"])
-    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sender = loader_side.wrap_bio(coming, going, server_hostname="localhost")
-    with connected_by_tcp() as (ours, theirs):
-        with ThreadPoolExecutor(1) as threads:
-            served = threads.submit(node_side.wrap_socket, theirs, server_side=True)
-            while True:
-                try:
-                    sender.do_handshake()
-                    break
-                except ssl.SSLWantReadError:
-                    ours.sendall(going.read())
-                    coming.write(ours.recv(1 << 16))
-            ours.sendall(going.read())
-            receiver = Link(served.result())
-        with ours, closing(receiver):
-            assert not list(receiver.receive())
-            before = receiver.arrived
-            sender.write(bytes(1 << 14))
-            ours.sendall(going.read(1000))
-            assert select.select([receiver], [], [], PATIENCE_S)[0]
-            assert not list(receiver.receive())
-            assert receiver.received == 0
-            assert receiver.arrived == before + 1000
-
-
 def test_a_header_of_another_protocol() -> None:
     """The error shows the bytes."""
     with pytest.raises(ValueError, match="b'HTTP'"):
