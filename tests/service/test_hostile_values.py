@@ -229,5 +229,5 @@ def test_an_epochs_message_does_not_come_over_a_network() -> None:
     """It would be unpickled by its receiver."""
     start = EpochStart(None, 3, True, None, 0, 7)
     assert MSGPACK.load_start(pack(tuple(start))) == start
-    with pytest.raises(ValueError, match="start of an epoch"):
+    with pytest.raises(ValueError, match="a start of an epoch"):
         MSGPACK.load_start(pack(tuple(start._replace(message=b"cos\nsystem\n"))))

@@ -39,9 +39,9 @@ _NAME = 300
 _ACTIONS = ("skipped", "refilled", "replaced")
 
 
-class _Broken(ValueError):
+class _BrokenRecord(ValueError):
     def __init__(self) -> None:
-        super().__init__("broken stream: a start, a cursor or records of samples that cannot be read")
+        super().__init__("broken stream: a start of an epoch, a cursor or records of samples that cannot be read")
 
 
 class _Raised(NamedTuple):
@@ -103,14 +103,14 @@ class MsgpackCodec:
         """Unpack and check the start of an epoch. Raises ValueError."""
         start: EpochStart = _checked(unpack(data), EpochStart)
         if len(start.streams) > MOST_STREAMS:
-            raise _Broken
+            raise _BrokenRecord
         streams = tuple(_checked(each, EpochStart) for each in start.streams)
         for each in (start, *streams):
             numbers = each.shared_seed or 0, each.epoch, each.skip, each.errors, each.stream_key
             if not _are_counts(*numbers) or (each is not start and each.streams):
-                raise _Broken
+                raise _BrokenRecord
             if each.message:  # a loader's own workers would unpickle it
-                raise _Broken
+                raise _BrokenRecord
             if each.cursor is not None:
                 _check_cursor(each.cursor)
         return start._replace(streams=streams)
@@ -145,11 +145,11 @@ class MsgpackCodec:
         """Unpack and check records of samples that raised. Raises ValueError."""
         values = unpack(data)
         if type(values) is not list or not values:
-            raise _Broken
+            raise _BrokenRecord
         records: list[SkippedSample] = [_checked(each, SkippedSample) for each in values]
         for each in records:
             if not _are_counts(each.position or 0, each.worker, each.pid) or each.action not in _ACTIONS:
-                raise _Broken
+                raise _BrokenRecord
         return [
             each._replace(  # texts that are safe to log
                 error=line_of(each.error, ERROR_CHARACTERS), traceback=block_of(each.traceback, TRACEBACK_CHARACTERS)
@@ -172,13 +172,13 @@ def _checked(value: Any, kind: Any) -> Any:
         # As a plain tuple: msgspec takes an object of the type as it is.
         return msgspec.convert(tuple(value) if isinstance(value, tuple) else None, kind)
     except msgspec.ValidationError:
-        raise _Broken from None
+        raise _BrokenRecord from None
 
 
 def _check_cursor(value: Any) -> None:
     cursor: Cursor = _checked(value, Cursor)
     if not _are_counts(cursor.batches, cursor.samples) or cursor.itself not in ("", "within", "before", "ended"):
-        raise _Broken
+        raise _BrokenRecord
 
 
 def _are_counts(*numbers: int) -> bool:

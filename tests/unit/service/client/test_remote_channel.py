@@ -148,21 +148,6 @@ async def test_a_batch_that_is_not_as_its_header_says(task: int, nbytes: int, so
         assert channel.broken == channel.ended == (not sound)
 
 
-async def test_a_worker_that_moves() -> None:
-    """The connection ends with the answer to its last task, or at once if it has no task."""
-    with with_task() as (channel, node):
-        channel.leave("another node has come")
-        assert not channel.ended
-        body = wire.pack_answer(wire.ERROR, 0, 3, 0.0)[wire.PREFIX_BYTES :]
-        node.sendall(frames.pack_header(wire.ERROR, len(body)) + body)
-        assert [kind for kind, _ in channel.receive()] == [wire.ERROR]
-        assert (channel.ended, channel.why) == (True, "another node has come")
-    with with_task() as (channel, _):
-        channel._void(1)
-        channel.leave("another node has come")
-        assert (channel.ended, channel.why) == (True, "another node has come")
-
-
 @pytest.mark.parametrize("loop_factory", LOOPS.values(), ids=LOOPS)
 def test_when_tasks_are_on_their_way(loop_factory: Callable[[], asyncio.AbstractEventLoop]) -> None:
     """Those of a callback go once it has returned, in order, however full the socket is; a coroutine's at once, behind
