@@ -20,9 +20,6 @@ from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
 
-LARGE = 1 << 20
-"""Batches of this many bytes are not copied in an event loop's thread (it would take about 0.1 ms)."""
-
 _PICKLE_WARNING_BYTES = 1 << 20
 
 _MOST_ONEOFFS = 16

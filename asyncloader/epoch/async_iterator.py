@@ -50,7 +50,6 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.fetch.threads import JobThreads
 from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
@@ -105,16 +104,10 @@ class AsyncLoaderIterator(Generic[B_co]):
         self._thread = 0
         self._owner = THIS_PROCESS.pid or own_pid()
         self._yielded = 0
-        self._prepare()
-
-    def _prepare(self) -> None:
-        """Wait for the first `__anext__`, which starts the epoch."""
         self._queue = ReadyQueue()
         self.pool: WorkerPool | None = None
         self._pipeline: Pipeline | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._copies = JobThreads(1, "asyncloader-copy")  # a thread that starts with the first large copy
-        self._copying: tuple[Deliver, asyncio.Future[Any]] | None = None
         # Why there are no more batches: None while there are, "" at the end of the epoch. A text, not an exception: a
         # raised one refers to the consumer's frames, and so to the batches that those hold.
         self._ended: str | None = None
@@ -237,26 +230,9 @@ class AsyncLoaderIterator(Generic[B_co]):
                     self._pipeline.again(again)
                 if self._consumer.stalled and self._pipeline is not None:
                     self._go_on(self._pipeline)
-                copying = self._copying
-                if copying is not None:
-                    copied, copy = copying
-                    try:
-                        # Not awaited itself: if this call is cancelled, the copy goes on.
-                        await asyncio.wait([copy])
-                    except asyncio.CancelledError:
-                        self._queue.wake_one()  # a cancelled caller leaves the copy to a task that waits, or comes
-                        raise
-                    # Several tasks may have waited for this copy: the first that runs delivers it, and the others take
-                    # the next item.
-                    if self._copying is copying:
-                        self._copying = None
-                        batch = self._deliver(copied, perf_counter() - begin, copy.result)
-                        if batch is not NO_BATCH:
-                            return batch
-                elif items:
+                if items:
                     waited = perf_counter() - begin
-                    # Nothing is awaited between this line and the delivery, or the start of a copy: a cancellation
-                    # loses no batch.
+                    # Nothing is awaited between this line and the delivery: a cancellation loses no batch.
                     item = items.popleft()
                     if not isinstance(item, Deliver):
                         try:
@@ -268,12 +244,9 @@ class AsyncLoaderIterator(Generic[B_co]):
                             raise error
                         finally:
                             del item, error  # the traceback refers to this frame, which must not refer back to it
-                    if not self._consumer.opening_blocks(item):
-                        batch = self._deliver(item, waited, None)
-                        if batch is not NO_BATCH:
-                            return batch
-                        continue
-                    self._copying = (item, self._copies.call(self._consumer.open, item.outcome))
+                    batch = self._deliver(item, waited)
+                    if batch is not NO_BATCH:
+                        return batch
                 else:
                     self._statistics.waiting_since = begin
                     try:
@@ -304,11 +277,11 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._queue.wake_one()  # another task that waits for a batch has come already
             raise
 
-    def _deliver(self, item: Deliver, waited: float, opened: Callable[[], Any] | None) -> Any:
+    def _deliver(self, item: Deliver, waited: float) -> Any:
         if self._pipeline is None:
             raise LoaderClosed("this iterator was closed")
         try:
-            batch = self._consumer.deliver(item, waited, self._pipeline.advance, opened)
+            batch = self._consumer.deliver(item, waited, self._pipeline.advance)
         finally:
             delivery = self._consumer.delivery
             # Otherwise the iterator would keep the batch, and its slot, until the next delivery.
@@ -362,11 +335,8 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._consumer.drain_notices()
             return EndOfData()
         assert isinstance(item, Fail)
-        again = self._consumer.unbegun and not self._closed
         self._ended = ""  # raised once; a caller that ignores it gets a normal end next
         await self.aclose()
-        if again:  # the next call begins the epoch, with the random numbers that were drawn
-            self._prepare()
         return item.error
 
     # --------------------------------------------------------------------------------------------- closing
@@ -411,7 +381,6 @@ class AsyncLoaderIterator(Generic[B_co]):
         if self._ended is None:
             self._ended = "this iterator was closed"
         pipeline, self._pipeline = self._pipeline, None
-        self._copies.close()
         self._consumer.close()
         return _release(pipeline, self._queue, self._pool_cache, self.pool)
 

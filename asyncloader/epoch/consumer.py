@@ -18,7 +18,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from asyncloader.bridge import in_thread
-from asyncloader.delivery.opener import LARGE, Opener, raise_worker_error
+from asyncloader.delivery.opener import Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_scheduler
@@ -129,11 +129,6 @@ class Consumer(SamplerReading):
         """Indices taken before the first batch; in torch mode the number that torch takes."""
 
     @property
-    def unbegun(self) -> bool:
-        """Whether no item was delivered, and no rank waits for another: the epoch may have another pipeline."""
-        return not self._taken and self._agreement is None
-
-    @property
     def outstanding(self) -> int:
         """Indices that were taken from a plain sampler and not delivered; 0 without one."""
         return max(0, self._tasks - self._taken)
@@ -145,7 +140,7 @@ class Consumer(SamplerReading):
         put_from_thread: Callable[[Action], None],
         respawner: WorkerRespawner,
     ) -> Pipeline:
-        """Make the epoch's pipeline, for `put`, or `put_from_thread` in a stage's thread. Again, while `unbegun`."""
+        """Make the epoch's pipeline, for `put`, or `put_from_thread` in a stage's thread."""
         self._scheduler = make_scheduler(self._config, self._progress.next_worker)
         sink = put
         if self._agreement is not None:
@@ -226,26 +221,7 @@ class Consumer(SamplerReading):
 
     # ---------------------------------------------------------------------------------------- per batch
 
-    def opening_blocks(self, item: Deliver) -> bool:
-        """Whether `open` would copy too many bytes for an event loop to wait for it."""
-        outcome = item.outcome
-        return isinstance(outcome, Answer) and outcome.result.nbytes >= LARGE and self._opener.will_copy(outcome)
-
-    def open(self, outcome: Any) -> Any:
-        """The batch; `NO_BATCH` for outcomes without one, which `deliver` resolves."""
-        if isinstance(outcome, Answer):
-            return self._opener.open(outcome)
-        if isinstance(outcome, OnDevice):
-            return cast("DeviceStage", self._stage).take(outcome)
-        return outcome.batch if isinstance(outcome, Pinned) else NO_BATCH
-
-    def deliver(
-        self,
-        item: Deliver,
-        waited: float,
-        advance: Callable[[int, Any], None],
-        opened: Callable[[], Any] | None = None,
-    ) -> Any:
+    def deliver(self, item: Deliver, waited: float, advance: Callable[[int, Any], None]) -> Any:
         """The batch for the user, or `NO_BATCH`.
 
         After a KeyboardInterrupt, a second call with the same item continues where the first stopped: the user gets the
@@ -257,7 +233,6 @@ class Consumer(SamplerReading):
             item: the pipeline's item.
             waited: seconds that the user waited for it.
             advance: `Pipeline.advance`: reports that the item was taken, and a plain sampler's next index.
-            opened: returns the batch, if it was opened already.
 
         Raises:
             Exception: the worker's error for this batch.
@@ -271,7 +246,7 @@ class Consumer(SamplerReading):
             delivery.reached = BEGUN
             delivery.item = item
         if delivery.reached < ADVANCED:
-            self._open(delivery, item.outcome, opened)
+            self._open(delivery, item.outcome)
             if delivery.reached < PULLED:
                 self._advance(delivery)
             # Before the statistics and the position are updated, so that the worker has its next task early. If Ctrl-C
@@ -318,29 +293,28 @@ class Consumer(SamplerReading):
             delivery.descriptors = [] if answer.fd is None else [answer.fd]
         self._opener.release(answer, delivery.descriptors)
 
-    def _open(self, delivery: Delivery, outcome: Any, opened: Callable[[], Any] | None) -> None:
-        # With `opened`, the thread that opened the batch has released its answer.
-        answer = outcome if opened is None and isinstance(outcome, Answer) else None
+    def _open(self, delivery: Delivery, outcome: Any) -> None:
         if delivery.reached < OPENED:
             try:
-                if answer is None:
-                    delivery.batch = self.open(outcome) if opened is None else opened()
-                    delivery.reached = RELEASED
-                else:
+                if isinstance(outcome, Answer):
                     if delivery.reached == OPENING:
                         # Ctrl-C struck while the batch was built, perhaps after its slot was lent. That lease is
                         # undone, and the batch built again.
-                        self._opener.forget(answer)
+                        self._opener.forget(outcome)
                     delivery.reached = OPENING
-                    batch, held = self._opener.build(answer)
+                    batch, held = self._opener.build(outcome)
                     # A batch that views its slot has nothing to release: the slot is freed with the batch's last
                     # tensor.
                     delivery.batch, delivery.reached = batch, OPENED if held is None else RELEASED
+                elif isinstance(outcome, OnDevice):
+                    delivery.batch = cast("DeviceStage", self._stage).take(outcome)
+                elif isinstance(outcome, Pinned):
+                    delivery.batch = outcome.batch
             except Exception as error:
                 delivery.error, delivery.reached = error, OPENED
-        if delivery.reached == OPENED:
-            if answer is not None:
-                self._release(delivery, answer)
+        if delivery.reached < RELEASED:
+            if isinstance(outcome, Answer):
+                self._release(delivery, outcome)
             delivery.reached = RELEASED
 
     def _count(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float) -> None:

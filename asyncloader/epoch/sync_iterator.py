@@ -76,7 +76,6 @@ class WorkerIterator(CountedNext):
         self._consumer: Consumer | None = None
         self._acquired: Sequence[EpochStart] | None = None  # where newly started workers begin
         self._ended: str | None = None  # as in async_iterator.py
-        self._unbegun: Consumer | None = None  # of the epoch that could not begin: the next call begins it again
         self._queue = BlockingQueue()
         self._taker: int | None = None  # the thread that is in `next`
         self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
@@ -146,37 +145,31 @@ class WorkerIterator(CountedNext):
     def _setup_for(self, request: Request) -> WorkerSetup:
         return request.setup(self._setup)
 
-    def _reset(self, loader: Any, first_iter: bool = False, unbegun: Consumer | None = None) -> None:
-        """Begin an epoch. With persistent workers torch's loader calls this for every epoch after the first. `unbegun`:
-        of the epoch that could not begin, to begin it again with the random numbers and the indices that were drawn.
-        """
-        if unbegun is None:
-            if not first_iter:
-                self._progress = self._keeper.begin(loader)
-                self._begun = self._statistics.begin()
-            begun_with = self._shared_seed
-            self._begin_order(loader, self._progress, first_iter=first_iter)
-            if first_iter:
-                self._shared_seed = begun_with  # torch, too, draws a second seed here, and its workers have the first
-            if not first_iter:
-                if not self._shutdown:
-                    self._end_epoch()  # first: the loop handles dying workers until then
-                    # Each worker has the copies of some of the streams that there were.
-                    if self._pool.broken or self._progress.config.loader_streams != self._config.loader_streams:
-                        self._shutdown_workers()
-                if self._shutdown:  # as after the death of a worker in the last epoch: start new workers
-                    if not self._config.seeded:
-                        # With the old base seed they would draw the same numbers again. It is derived, not drawn: the
-                        # user's generator may also be the sampler's.
-                        self._base_seed = derive(int(self._base_seed), "anew") >> 1
-                    self._acquire()
-                elif self._config.tunes:
-                    self._config = self._config.with_workers(len(self._pool.processes))
-        elif self._shutdown:
-            self._acquire()
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Begin an epoch. With persistent workers torch's loader calls this for every epoch after the first."""
+        if not first_iter:
+            self._progress = self._keeper.begin(loader)
+            self._begun = self._statistics.begin()
+        begun_with = self._shared_seed
+        self._begin_order(loader, self._progress, first_iter=first_iter)
+        if first_iter:
+            self._shared_seed = begun_with  # torch, too, draws a second seed here, and its workers have the first
+        if not first_iter:
+            if not self._shutdown:
+                self._end_epoch()  # first: the loop handles dying workers until then
+                # Each worker has the copies of some of the streams that there were.
+                if self._pool.broken or self._progress.config.loader_streams != self._config.loader_streams:
+                    self._shutdown_workers()
+            if self._shutdown:  # as after the death of a worker in the last epoch: start new workers
+                if not self._config.seeded:
+                    # With the old base seed they would draw the same numbers again. It is derived, not drawn: the
+                    # user's generator may also be the sampler's.
+                    self._base_seed = derive(int(self._base_seed), "anew") >> 1
+                self._acquire()
+            elif self._config.tunes:
+                self._config = self._config.with_workers(len(self._pool.processes))
         self._drop_taken()
         self._ended = None
-        self._unbegun = None
         self._fresh = True
         self._taker = None  # of the epoch before
         # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
@@ -186,7 +179,7 @@ class WorkerIterator(CountedNext):
         starts, self._acquired = self._acquired, None
         if starts is None:
             _, starts = self._begin_workers()
-        self._consumer = unbegun or Consumer(
+        self._consumer = Consumer(
             self._config,
             self,
             self._statistics,
@@ -206,15 +199,6 @@ class WorkerIterator(CountedNext):
         if self._config.awaits_workers:
             self._await_workers(self._pipeline, self._consumer)
         self._statistics.begins(self._begun)
-
-    def _begin_again(self, consumer: Consumer) -> None:
-        """Begin the epoch that could not begin, with the random numbers and the indices that were drawn."""
-        try:
-            self._reset(None, unbegun=consumer)
-        except BaseException:
-            self._shutdown_workers()
-            self._unbegun = consumer
-            raise
 
     def _await_workers(self, pipeline: Pipeline, consumer: Consumer) -> None:
         """Wait until all workers have begun the epoch. Raises the error of one that could not."""
@@ -238,9 +222,7 @@ class WorkerIterator(CountedNext):
         try:
             if self._ended is not None:
                 self._drop_taken()
-                if self._unbegun is None or THIS_PROCESS.pid != self._owner:
-                    raise StopIteration if not self._ended else LoaderClosed(self._ended)
-                self._begin_again(self._unbegun)
+                raise StopIteration if not self._ended else LoaderClosed(self._ended)
             if THIS_PROCESS.pid != self._owner:
                 raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
             if self._fresh:
@@ -357,13 +339,12 @@ class WorkerIterator(CountedNext):
                 consumer.drain_notices()
             return StopIteration()
         assert isinstance(item, Fail)
-        unbegun = consumer if consumer is not None and consumer.unbegun and self._ended is None else None
-        if unbegun is not None and self._persistent_workers and not self._pool.broken:
+        unbegun = not self._rcvd_idx and self._ended is None and self._progress.agreement is None
+        if unbegun and self._persistent_workers and not self._pool.broken:
             self._ended = ""
             self._end_epoch()  # the workers are well: one of them could not begin
         else:
             self._fail(item.error)
-        self._unbegun = unbegun
         return item.error
 
     def _fail(self, error: BaseException) -> None:
@@ -388,7 +369,6 @@ class WorkerIterator(CountedNext):
         """End the epoch and the workers, and wait until they have ended. Idempotent. The name is torch's."""
         if os.getpid() != self._owner:
             return
-        self._unbegun = None
         in_loop_thread = self._bridge.in_loop_thread
         # No calls between this test and the mark: other threads, and handlers of signals, come in at calls alone.
         if self._shutdown:

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, WorkerDied
-from asyncloader.epoch.consumer import Consumer
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers, Sized
 from tests.helpers.running import PATIENCE_S, cancelled_after, collect, run_async
@@ -199,46 +197,3 @@ def test_failure_is_not_lost_with_a_cancelled_call(kind: str) -> None:
         await loader.aclose()
 
     run_async(run(), kind)
-
-
-class Second(Dataset[torch.Tensor]):
-    """Two samples; the second waits for the event."""
-
-    def __init__(self, event: Any) -> None:
-        self.event = event
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 1:
-            assert self.event.wait(PATIENCE_S)
-        return torch.full((2 << 20,), index, dtype=torch.uint8)
-
-
-async def test_cancelled_during_a_copy_beside_other_consumers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The batch is given to a task that waits already, although no further batch arrives that would wake this task."""
-    copying, copy = threading.Event(), threading.Event()
-    opens = Consumer.open
-
-    def opened(consumer: Consumer, outcome: Any) -> Any:
-        copying.set()
-        assert copy.wait(PATIENCE_S)
-        return opens(consumer, outcome)
-
-    monkeypatch.setattr(Consumer, "open", opened)
-    monkeypatch.setattr(Consumer, "opening_blocks", lambda *_: True)
-    event = torch.multiprocessing.get_context("fork").Event()
-    async with AsyncDataLoader[Any](Second(event), num_workers=1, multiprocessing_context="fork") as loader:
-        batches = aiter(loader)
-        first, *others = [asyncio.ensure_future(anext(batches)) for _ in range(3)]
-        await asyncio.to_thread(copying.wait, PATIENCE_S)
-        first.cancel()
-        await asyncio.wait([first])
-        others[0].cancel()  # this task has just been woken instead of the first
-        await asyncio.wait([others[0]])
-        copy.set()
-        async with asyncio.timeout(PATIENCE_S):
-            assert int((await others[1])[0, 0]) == 0
-            event.set()
-            assert [int(batch[0, 0]) async for batch in batches] == [1]

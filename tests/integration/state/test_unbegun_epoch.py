@@ -1,5 +1,5 @@
-"""An epoch that could not begin has not begun: whatever fails before the first sample, a further `next()` or another
-loop begins the epoch, at the loaded position, and until then the loader's state is the one that was loaded.
+"""An epoch that could not begin has not begun: whatever fails before the first sample, another loop begins the
+epoch, at the loaded position, without workers also a further `next()`. Until then the state is the one that was loaded.
 """
 
 from __future__ import annotations
@@ -261,8 +261,8 @@ def test_nothing_is_lost(tmp_path: Path, case: str, at: str, again: str, kind: s
             begun = between.get("loader", between)
             assert between == state if state is not None else (begun["step"], begun["finished"]) == (0, False)
         fault.turn(on=False)
-        # As in torch: the batch sampler's generator ends with an error, and then the iterator.
-        ended = mode == "torch" and not workers and case in ("sampler", "first index", "random access")
+        # As in torch: an iterator ends with its workers' error, and with that of the batch sampler's generator.
+        ended = options["num_workers"] or (mode == "torch" and case in ("sampler", "first index", "random access"))
         if again == "next" and run.iterator is not None and not ended:
             assert run.rest() == expected
         else:
