@@ -94,10 +94,11 @@ def test_the_rest_of_an_epoch_from_any_row(
 
 @ANY
 def test_many_windows(strategy: Any) -> None:
-    """Any row is found again, behind what was left over of the windows before."""
+    """Every token comes, and any row is found again, behind what was left over of the windows before."""
     lengths = some_lengths(5000)
     sampler = PackingSampler(lengths, 2000, 1, strategy=strategy, domains=lengths % 3, window=20)
     rows = list(sampler)
+    assert sum(stop - start for row in rows for _, start, stop in row_of(row, lengths)) == lengths.sum()
     for start in range(0, len(rows), 31):
         assert next(PackingSampler.iter_from(sampler, start)) == rows[start]
 
