@@ -26,6 +26,7 @@ from asyncloader.formats.base import (
     Located,
     LocatedSamples,
     OnBad,
+    Reader,
     ReadWhole,
     Sample,
     ShardError,
@@ -35,11 +36,10 @@ from asyncloader.formats.base import (
 )
 from asyncloader.formats.compressed import CompressedReader, Compression, decoder
 from asyncloader.formats.indexed import IndexedReader
-from asyncloader.formats.jsonl import JsonlReader, cut_lines, json_lines
+from asyncloader.formats.jsonl import JsonlReader, json_lines
 from asyncloader.formats.mds import MdsReader, MdsShard, mds_samples, parse_mds_index
-from asyncloader.formats.push_parser import Reader
 from asyncloader.formats.tar import TarReader, tar_samples
-from asyncloader.formats.tfrecord import TFRecordReader, fast_crc32c, parse_example, tfrecords
+from asyncloader.formats.tfrecord import TFRecordReader, parse_example, tfrecords
 
 __all__ = [
     "MAX_SAMPLE_BYTES",
@@ -58,7 +58,6 @@ __all__ = [
     "ShardReader",
     "TFRecordReader",
     "TarReader",
-    "cut_lines",
     "cut_shard",
     "open_indexed_reader",
     "open_reader",
@@ -76,6 +75,12 @@ EXTENSIONS = {
     ".tfrecord": "tfrecord",
     ".tfrecords": "tfrecord",
     ".mds": "mds",
+}
+READERS: dict[str, Callable[..., Reader]] = {
+    "tar": TarReader,
+    "tfrecord": TFRecordReader,
+    "jsonl": JsonlReader,
+    "mds": MdsReader,
 }
 COMPRESSED: dict[str, Compression] = {".gz": "gzip", ".zst": "zstd"}
 
@@ -142,20 +147,17 @@ def open_reader(
     """
     name, compression = shard_format(url) if format is None else format
     start, stop, sync = part or ShardRange(0, None, sync=False)
+    if name not in READERS:
+        raise ValueError(f"format {name!r} is unknown; the formats are {', '.join(READERS)}")
     if sync and name != "jsonl":
         raise ValueError(f"a {name} shard can be read only from where a sample begins")
-    reader: Reader
+    options: dict[str, Any] = {"sync": True} if sync else {}
     if name == "mds":
         if shard is None:
             raise ValueError("an MDS shard is read with its index: give the MdsShard from parse_mds_index")
-        compression = shard.compression
-        reader = MdsReader(url, shard, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
-    elif name == "jsonl":
-        reader = JsonlReader(url, start=start, stop=stop, sync=sync, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
-    elif name in SIMPLE:
-        reader = SIMPLE[name](url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
-    else:
-        raise ValueError(f"format {name!r} is unknown; the formats are {', '.join((*SIMPLE, 'jsonl', 'mds'))}")
+        compression, options = shard.compression, {"shard": shard}
+    make = READERS[name]
+    reader = make(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad, **options)
     reader.narrow(skip, most)
     return reader if compression is None else CompressedReader(url, reader, decoder(compression))
 
@@ -170,9 +172,7 @@ def read_whole(url: str, name: str, shard: MdsShard | None) -> ReadWhole:
     """
     if shard is not None:
         return mds_samples(url, shard)
-    if name == "tar":
-        return tar_samples(url)
-    return tfrecords(url, fast_crc32c()) if name == "tfrecord" else json_lines(url)
+    return {"tar": tar_samples, "tfrecord": tfrecords}.get(name, json_lines)(url)
 
 
 def open_indexed_reader(
@@ -206,15 +206,12 @@ def open_indexed_reader(
     return IndexedReader(read, edges, open_rest, last=last, max_sample_bytes=max_sample_bytes)
 
 
-SIMPLE: dict[str, Callable[..., Reader]] = {"tar": TarReader, "tfrecord": TFRecordReader}
-
-
 def cut_shard(format: ShardFormat, size: int, parts: int) -> list[ShardRange]:
-    """Cut a shard of `size` bytes into at most `parts` ranges; into one range if the format cannot be cut by size.
-
-    JSON lines can be cut by size alone, and MDS by its offsets (`MdsShard.cut`); tar, TFRecord and compressed shards
-    cannot.
+    """Cut a shard of `size` bytes into at most `parts` ranges of equal size; into one range if the format cannot be cut
+    by size. Only JSON lines can: each line is in exactly one part, and a part that lies within a line has none.
     """
-    if format == ("jsonl", None):
-        return cut_lines(size, parts)
-    return [ShardRange(0, None, sync=False)]
+    if format != ("jsonl", None):
+        return [ShardRange(0, None, sync=False)]
+    parts = max(1, min(parts, size))
+    edges = [size * part // parts for part in range(parts)]
+    return [ShardRange(start, stop, start > 0) for start, stop in zip(edges, [*edges[1:], None], strict=True)]

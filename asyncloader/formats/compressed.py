@@ -15,7 +15,9 @@ from __future__ import annotations
 import importlib
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from typing_extensions import Buffer
 
@@ -36,7 +38,7 @@ ZSTD_WINDOW_LOG = 27
 """Maximum memory for a zstd frame's window: 128 MiB, the limit of the zstd tool."""
 
 ZSTD_MODULES = ("compression.zstd", "zstandard")
-"""Python's own, from 3.14 on, whose `ZstdDecompressor` is a `Member`; and the package of the extra."""
+"""Python's own, from 3.14 on; and the package of the extra."""
 
 ZSTD_LEVEL = 3
 """The zstd tool's own."""
@@ -139,7 +141,7 @@ class CompressedReader:
             try:
                 data = self._decoder.take(room)
             except Exception as error:  # the type depends on the package
-                # These are zstd's own words, in the errors of both modules.
+                # These are zstd's own words.
                 if "requires too much memory" in str(error):
                     raise self._error(
                         f"a zstd frame's window is larger than {1 << ZSTD_WINDOW_LOG >> 20} MiB, the most that is "
@@ -156,112 +158,35 @@ class CompressedReader:
         return ShardError(f"{message}, seen after {self._taken:,} compressed bytes", url=self._url)
 
 
-class Member(Protocol):
-    """One member's decompressor, with the interface of Python's `bz2`, `lzma` and `compression.zstd`."""
-
-    @property
-    def eof(self) -> bool:
-        """Whether the decompressor has reached the member's end."""
-        ...
-
-    @property
-    def unused_data(self) -> bytes:
-        """The bytes after the member's end."""
-        ...
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether ``decompress(b"")`` would return nothing more."""
-        ...
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Take `data`; return at most `max_length` bytes (`zstandard`: approximately)."""
-        ...
-
-
-class GzipMember:
-    """A `Member` on `zlib`'s decompressor, which does not keep unused input."""
-
-    def __init__(self) -> None:
-        # 31: with a gzip header and trailer, of which zlib checks the CRC-32 and the length.
-        self._zlib = zlib.decompressobj(31)
-        self.needs_input = True
-
-    @property
-    def eof(self) -> bool:
-        """Whether the decompressor has reached the member's end."""
-        return self._zlib.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        """The bytes after the member's end."""
-        return self._zlib.unused_data
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Take `data`; return at most `max_length` bytes."""
-        out = self._zlib.decompress(self._zlib.unconsumed_tail + data, max_length)
-        # If the output is full, zlib may hold more of it, even though it has taken all input.
-        self.needs_input = len(out) < max_length and not self._zlib.unconsumed_tail
-        return out
-
-
-class ZstandardMember:
-    """A `Member` on the `zstandard` package's decompressor, whose output can be bounded only by its input."""
-
-    def __init__(self, context: Any) -> None:
-        self._frame = context.decompressobj()
-        self._input = b""
-
-    @property
-    def eof(self) -> bool:
-        """Whether the decompressor has reached the member's end."""
-        return bool(self._frame.eof)
-
-    @property
-    def unused_data(self) -> bytes:
-        """The bytes after the member's end."""
-        unused: bytes = self._frame.unused_data
-        return unused + self._input
-
-    @property
-    def needs_input(self) -> bool:
-        """Whether all input was decompressed."""
-        return not self._input
-
-    def decompress(self, data: bytes, max_length: int) -> bytes:
-        """Take `data`; return `max_length` bytes at most, or more by the output of a slice."""
-        self._input += data
-        parts: list[bytes] = []
-        pos = size = 0
-        # In small slices: this package has no limit for its output.
-        while pos < len(self._input) and size < max_length and not self._frame.eof:
-            parts.append(self._frame.decompress(self._input[pos : pos + ZSTD_SLICE]))
-            size += len(parts[-1])
-            pos += ZSTD_SLICE
-        self._input = self._input[pos:]
-        return b"".join(parts)
-
-
 class MemberDecoder:
-    """Decompresses concatenated members.
+    """Decompresses concatenated members (gzip) or frames (zstd).
 
-    Args:
-        new_member: makes the decompressor of the next member.
-        padding: zeros after the last member are padding, as in gzip files on tapes.
+    Raises:
+        ImportError: no package for zstd is installed.
     """
 
-    def __init__(self, new_member: Callable[[], Member], *, padding: bool) -> None:
-        self._new_member = new_member
-        self._zeros = padding
-        self._member: Member | None = None
+    def __init__(self, compression: Compression) -> None:
+        self._gzip = compression == "gzip"
+        module = zlib if self._gzip else _zstd()
+        self._bounded = module.__name__ != "zstandard"
+        if not self._bounded:
+            self._begin = module.ZstdDecompressor(max_window_size=1 << ZSTD_WINDOW_LOG).decompressobj
+        elif self._gzip:
+            # 31: with a gzip header and trailer, of which zlib checks the CRC-32 and the length.
+            self._begin = partial(module.decompressobj, 31)
+        else:
+            options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
+            self._begin = partial(module.ZstdDecompressor, None, options)
+        self._member: Any = None
         self._input = b""
         self._pos = 0
         self._members = 0
+        self._more = False  # the member has kept input or output
 
     @property
     def hungry(self) -> bool:
         """Whether all output of the bytes given so far was returned."""
-        return self._pos >= len(self._input) and (self._member is None or self._member.needs_input)
+        return self._pos >= len(self._input) and not self._more
 
     @property
     def complete(self) -> bool:
@@ -274,23 +199,30 @@ class MemberDecoder:
         self._pos = 0
 
     def take(self, room: int) -> bytes:
-        """Decompress at most `room` bytes (at least 1); may return no bytes although not `hungry`.
+        """Decompress at most `room` bytes (`zstandard`: approximately); may return none although not `hungry`.
 
         Raises:
             Exception: the bytes are damaged, or not of this compression; the type depends on the package.
         """
         if self._member is None:
             # No member begins with a zero byte: it is padding, as on tapes.
-            if self._zeros and self._members and self._input[self._pos] == 0:
+            if self._gzip and self._members and self._input[self._pos] == 0:
                 self._pos += len(self._input) - self._pos - len(self._input[self._pos :].lstrip(b"\0"))
                 return b""
-            self._member = self._new_member()
+            self._member = self._begin()
         member = self._member
-        data = b""
-        if member.needs_input:
-            data = self._input[self._pos : self._pos + SLICE]
-            self._pos += len(data)
-        out = member.decompress(data, room)
+        if self._bounded:
+            data = b"" if self._more else self._slice(SLICE)
+            out = member.decompress(member.unconsumed_tail + data if self._gzip else data, room)
+            # If the output is full, zlib may hold more of it, even though it has taken all input.
+            more = len(out) >= room or bool(member.unconsumed_tail) if self._gzip else not member.needs_input
+            self._more = more and not member.eof
+        else:
+            parts: list[bytes] = []
+            while self._pos < len(self._input) and room > 0 and not member.eof:
+                parts.append(member.decompress(self._slice(ZSTD_SLICE)))
+                room -= len(parts[-1])
+            out = b"".join(parts)
         if member.eof:
             # Back to the first byte of the next member: the last slice may have contained its beginning.
             self._pos -= len(member.unused_data)
@@ -298,42 +230,25 @@ class MemberDecoder:
             self._members += 1
         return out
 
+    def _slice(self, size: int) -> bytes:
+        data = self._input[self._pos : self._pos + size]
+        self._pos += len(data)
+        return data
 
-def decoder(compression: Compression) -> MemberDecoder:
-    """Make a decoder for `compression`.
 
-    Raises:
-        ImportError: no package for zstd is installed.
-    """
-    if compression == "gzip":
-        return MemberDecoder(GzipMember, padding=True)
-    return MemberDecoder(zstd_member(_zstd()), padding=False)
+decoder = MemberDecoder
 
 
 def _zstd() -> Any:
-    """Import Python's own module for zstd (from 3.14 on), or the package of the extra.
+    """Import Python's own module for zstd, or the package of the extra.
 
     Raises:
         ImportError: none is installed.
     """
     for name in ZSTD_MODULES:
-        try:
+        with suppress(ImportError):
             return importlib.import_module(name)
-        except ImportError:
-            continue
-    raise ImportError(
-        "shards with zstd need a package for it, and none is installed: pip install 'asyncloader[shards]' (any of "
-        f"{' and '.join(ZSTD_MODULES)} will do)"
-    )
-
-
-def zstd_member(module: Any) -> Callable[[], Member]:
-    """Return a function that makes members with `module`, with a bound on the memory of a frame."""
-    if module.__name__ == "zstandard":
-        context = module.ZstdDecompressor(max_window_size=1 << ZSTD_WINDOW_LOG)
-        return lambda: ZstandardMember(context)
-    options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
-    return lambda: module.ZstdDecompressor(None, options)
+    raise ImportError("shards with zstd need a package for it: pip install 'asyncloader[shards]'")
 
 
 def compressor(compression: Compression) -> Callable[[Sequence[Buffer]], list[Buffer]]:

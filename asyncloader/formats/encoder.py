@@ -220,19 +220,38 @@ def check_fields(sample: Mapping[str, Any], columns: Mapping[str, Any]) -> None:
         )
 
 
-def dump_json(value: Any, **options: Any) -> str:
-    """Return what `json.dumps` does.
+def dump_json(field: str, value: Any, **options: Any) -> bytes:
+    """Return a field's value as JSON.
 
     Raises:
-        TypeError, ValueError, RecursionError: the value cannot be JSON; also if two keys of a dictionary, such as 1 and
-            "1", are the same in JSON, which would keep one of their values.
+        BadSample: it cannot be JSON, or has keys as `check_keys` refuses.
     """
-    text = json.dumps(value, **options)
-    _check_keys(value)
+    try:
+        text = json.dumps(value, **options).encode()
+        check_keys(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadSample(f"its field {field!r} cannot be JSON: {error}") from None
     return text
 
 
-def _check_keys(value: Any) -> None:
+def encode_text(field: str, value: str) -> bytes:
+    """Return a field's text as UTF-8.
+
+    Raises:
+        BadSample: it has half a character.
+    """
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise BadSample(f"its field {field!r} is a text that UTF-8 cannot hold: {error}") from None
+
+
+def check_keys(value: Any) -> None:
+    """Refuse a dictionary, at any depth, two keys of which are the same in JSON, such as 1 and "1".
+
+    Raises:
+        ValueError: JSON would keep one of their values.
+    """
     if isinstance(value, dict):
         fields: dict[Any, Any] = value
         if not all(isinstance(key, str) for key in fields):
@@ -245,7 +264,7 @@ def _check_keys(value: Any) -> None:
         value = list(fields.values())
     for item in value if isinstance(value, list | tuple) else ():
         if isinstance(item, dict | list | tuple):
-            _check_keys(item)
+            check_keys(item)
 
 
 def to_floats(values: Sequence[Any] | npt.NDArray[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:

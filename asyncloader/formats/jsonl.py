@@ -12,9 +12,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ReadWhole, Sample, SampleSlices, ShardRange, base_name
-from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, dump_json
-from asyncloader.formats.push_parser import Reader
+from asyncloader.formats.base import (
+    MAX_SAMPLE_BYTES,
+    OnBad,
+    Reader,
+    ReadWhole,
+    Sample,
+    SampleSlices,
+    base_name,
+)
+from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, check_keys, dump_json
 
 BOM = b"\xef\xbb\xbf"
 _BLANKS = " \t\r\n"  # of JSON
@@ -28,9 +35,9 @@ class JsonlReader(Reader):
     `max_sample_bytes` is an error, raised before more of it is held in memory. Members named ``__key__`` and
     ``__url__`` are overwritten.
 
-    A shard can be cut at any byte (`cut_lines`): a line belongs to the part that contains its first byte.
+    A shard can be cut at any byte (`cut_shard`): a line belongs to the part that contains its first byte.
 
-    Args, besides those of `push_parser.Reader`:
+    Args, besides those of `base.Reader`:
         sync: `start` may lie inside a line, which belongs to the previous part; the reader is then fed from the byte
             before `start`, to find out whether a line ends there.
     """
@@ -49,7 +56,6 @@ class JsonlReader(Reader):
         self._feed_from = start - 1 if sync and start > 0 else start
         self._seeking = self._feed_from < start
         self._at = self._feed_from  # offset of the first byte of the current line
-        self._begun = bytearray()  # the part of the current line that was fed
 
     @property
     def feed_from(self) -> int:
@@ -69,7 +75,7 @@ class JsonlReader(Reader):
         lines = chunk.split(b"\n")
         last = lines.pop()
         for line in lines:
-            if self._skip and self._at and not self._begun and len(line) <= self._max:
+            if self._skip and self._at and not self._held and len(line) <= self._max:
                 # Passed over, as in `_read`, which would cost a call.
                 self._skip -= bool(line) and not line.isspace()
                 self._at += len(line) + 1
@@ -77,20 +83,20 @@ class JsonlReader(Reader):
                     return
                 continue
             whole = line
-            if self._begun:
-                self._begun += line
-                whole = bytes(self._begun)
-                self._begun.clear()
+            if self._held:
+                self._held += line
+                whole = bytes(self._held)
+                self._held.clear()
             self._read(whole, self._at + len(whole) + 1)
             if self._is_past():
                 return
         # Before the bytes are kept: a shard without line ends must not fill the memory.
-        self._check_size(len(self._begun) + len(last), self._at)
-        self._begun += last
+        self._check_size(len(self._held) + len(last), self._at)
+        self._held += last
 
     def _finish(self) -> None:
-        if self._begun:
-            self._read(bytes(self._begun), self._at + len(self._begun))
+        if self._held:
+            self._read(bytes(self._held), self._at + len(self._held))
 
     def _is_past(self) -> bool:
         self._done = not self._left or (self._stop is not None and self._at >= self._stop)
@@ -117,22 +123,6 @@ class JsonlReader(Reader):
                 else:
                     self._bad(f"a line that is a JSON {type(value).__name__}; a sample is an object", at, resume)
         self._at = resume
-
-
-def cut_lines(size: int, parts: int) -> list[ShardRange]:
-    """Cut an uncompressed shard of `size` bytes into `parts` parts of equal size (at most `size` parts).
-
-    Each line is in exactly one part. A part that lies within a single line has no lines.
-
-    Raises:
-        ValueError: `size` is negative or `parts` below 1.
-    """
-    if size < 0 or parts < 1:
-        raise ValueError(f"cannot cut {size} bytes into {parts} parts")
-    parts = max(1, min(parts, size))
-    edges = [size * part // parts for part in range(parts)]
-    ends = [*edges[1:], None]
-    return [ShardRange(start, stop, start > 0) for start, stop in zip(edges, ends, strict=True)]
 
 
 def json_lines(url: str) -> ReadWhole:
@@ -167,20 +157,13 @@ class JsonlEncoder(RecordEncoder):
         """Return a sample's line, like `RecordEncoder.encode_sample`."""
         fields = {name: value for name, value in sample.items() if name not in RESERVED}
         try:
-            text = dump_json(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            text = json.dumps(fields, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+            check_keys(fields)
         except (TypeError, ValueError, RecursionError) as error:
-            field = next((name for name, value in fields.items() if not _is_json(value)), None)
-            which = "it" if field is None else f"its field {field!r}"
-            raise BadSample(f"{which} cannot be JSON: {error}") from None
+            for name, value in fields.items():
+                dump_json(name, value, allow_nan=False)
+            raise BadSample(f"it cannot be JSON: {error}") from None
         try:
             return [text.encode() + b"\n"]
         except UnicodeEncodeError:  # half a character, which JSON can hold escaped
             return [json.dumps(fields, separators=(",", ":")).encode() + b"\n"]
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        dump_json(value, allow_nan=False)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True

@@ -41,6 +41,8 @@ import numpy.typing as npt
 from asyncloader.formats.base import (
     MAX_SAMPLE_BYTES,
     OnBad,
+    Parser,
+    PushReader,
     ReadWhole,
     Sample,
     SampleSlices,
@@ -48,7 +50,6 @@ from asyncloader.formats.base import (
     base_name,
 )
 from asyncloader.formats.compressed import Compression
-from asyncloader.formats.push_parser import Parser, PushReader
 
 UINT32 = 1 << 32
 RESERVED = frozenset(("__key__", "__url__"))
@@ -133,7 +134,7 @@ def parse_mds_index(data: bytes, *, url: str = "") -> list[MdsShard]:
         raise ShardError(f"the MDS index is no JSON: {error}", url=url) from error
     try:
         _expect(_member(index, "version") == 2, "version is not 2")
-        return [parse_mds_entry(shard) for shard in _list(index, "shards")]
+        return [parse_mds_entry(shard) for shard in _member(index, "shards", list)]
     except ShardError:
         raise
     except ValueError as error:
@@ -185,7 +186,7 @@ def parse_mds_entry(shard: Any) -> MdsShard:
 
 
 def _columns(shard: Any) -> tuple[Column, ...]:
-    names, encodings, sizes = (_list(shard, f"column_{what}") for what in ("names", "encodings", "sizes"))
+    names, encodings, sizes = (_member(shard, f"column_{what}", list) for what in ("names", "encodings", "sizes"))
     _expect(0 < len(names) == len(encodings) == len(sizes), "a shard's lists of columns differ in length, or are empty")
     _expect(all(isinstance(name, str) for name in names), "a column's name is no text")
     _expect(len(set(names)) == len(names) and not RESERVED & set(names), "column names repeat, or are __key__, __url__")
@@ -202,23 +203,17 @@ def _columns(shard: Any) -> tuple[Column, ...]:
 
 
 def _path(info: Any) -> str:
-    path = _member(info, "basename")
-    _expect(isinstance(path, str), "a shard's basename is no text")
+    path: str = _member(info, "basename", str)
     # A path from the network: it must not leave the index's folder, also where the store's own rules are looser.
     bad = any(part in ("", ".", "..") for part in path.split("/")) or set(path) & set("\\\0:?#%")
     _expect(not bad and path.isprintable(), f"a shard's basename {path[:80]!r} is no plain path below the index")
-    return cast("str", path)
+    return path
 
 
-def _member(value: Any, name: str) -> Any:
+def _member(value: Any, name: str, kind: type[Any] = object) -> Any:
     _expect(type(value) is dict and name in value, f"{name!r} is missing")
+    _expect(isinstance(value[name], kind), f"{name!r} is no {kind.__name__}")
     return value[name]
-
-
-def _list(value: Any, name: str) -> list[Any]:
-    member = _member(value, name)
-    _expect(type(member) is list, f"{name!r} is no list")
-    return cast("list[Any]", member)
 
 
 def _number(value: Any, name: str, limit: int) -> int:
@@ -247,10 +242,12 @@ class Encoding(NamedTuple):
     decode: Decode
 
 
-SCALARS = (
-    *("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-    *("float16", "float32", "float64"),
-)
+TEXTS: dict[str, Callable[[str], Any]] = {
+    "str_int": int,
+    "str_float": float,
+    "str_decimal": Decimal,
+    "json": json.loads,
+}
 RAW = frozenset(("bytes", "jpeg", "jpegarray", "png", "pil"))
 DTYPE_OF_CODE = {
     8: "uint8",
@@ -265,6 +262,7 @@ DTYPE_OF_CODE = {
     65: "int64",
     66: "float64",
 }
+SCALARS = frozenset(DTYPE_OF_CODE.values())
 MAX_DIMS = 63
 
 
@@ -281,51 +279,21 @@ def mds_encoding(text: str) -> Encoding:
     if colon and name != "jpeg":
         raise ValueError(f"encoding {text!r} has options, and {name!r} takes none")
     if name in RAW:
-        return Encoding(None, _raw)
+        return Encoding(None, bytes)
     if name == "int":
-        return Encoding(8, _int)
+        return Encoding(8, lambda data: int.from_bytes(data, "little", signed=True))
     if name in SCALARS:
-        return _scalar(np.dtype(name).newbyteorder("<"))
-    if name in TEXTS:
-        return Encoding(None, TEXTS[name])
+        dtype = np.dtype(name).newbyteorder("<")
+        return Encoding(dtype.itemsize, lambda data: np.frombuffer(data, dtype)[0])
+    if name == "str":
+        return Encoding(None, bytes.decode)
+    if parse := TEXTS.get(name):
+        return Encoding(None, lambda data: parse(data.decode()))
     if name == "pkl":
         raise ValueError(
             "encoding 'pkl' is a pickle, which runs code when it is read: write the column as bytes, json or ndarray"
         )
     raise ValueError(f"encoding {text[:80]!r} is unknown")
-
-
-def _raw(data: bytes) -> bytes:
-    return data
-
-
-def _text(data: bytes) -> str:
-    return data.decode()
-
-
-def _int(data: bytes) -> int:
-    return int.from_bytes(data, "little", signed=True)
-
-
-def _parse_text(parse: Callable[[str], Any], data: bytes) -> Any:
-    return parse(data.decode())
-
-
-def _scalar_value(dtype: np.dtype[Any], data: bytes) -> Any:
-    return np.frombuffer(data, dtype)[0]
-
-
-TEXTS: dict[str, Decode] = {
-    "str": _text,
-    "str_int": partial(_parse_text, int),
-    "str_float": partial(_parse_text, float),
-    "str_decimal": partial(_parse_text, Decimal),
-    "json": partial(_parse_text, json.loads),
-}
-
-
-def _scalar(dtype: np.dtype[Any]) -> Encoding:
-    return Encoding(dtype.itemsize, partial(_scalar_value, dtype))
 
 
 def _ndarray(options: str) -> Encoding:
@@ -376,7 +344,7 @@ class MdsReader(PushReader):
     A shard can be cut at sample boundaries (`MdsShard.cut`). For a compressed shard, wrap the reader in a
     `CompressedReader`. Samples that `on_bad` can skip: samples with a value that is invalid for its encoding.
 
-    Args, besides those of `push_parser.Reader`:
+    Args, besides those of `base.Reader`:
         shard: the shard's entry in the index.
         start: 0, or an offset from `MdsShard.offsets`.
         max_sample_bytes: limits the table of offsets, too.

@@ -2,7 +2,8 @@
 
 Data path: samples -> [mds_writer] -> parts -> shard; and the shards' sizes -> [mds_writer: `mds_index`] -> index.json.
 
-`mds` has the format, and reads it. Columns are sorted by name, as MosaicML's writer does. Nothing is pickled.
+`mds` has the format, and reads it. Columns are sorted by name, as MosaicML's writer does. Nothing is pickled. Of the
+encodings that are read, those of numbers as text, and of arrays with a fixed type or shape, are not written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import operator
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from decimal import Decimal
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -25,6 +25,7 @@ from asyncloader.formats.encoder import (
     bytes_of_value,
     check_fields,
     dump_json,
+    encode_text,
     to_floats,
 )
 from asyncloader.formats.mds import DTYPE_OF_CODE, RAW, RESERVED, SCALARS, UINT32, Column, mds_encoding
@@ -72,10 +73,12 @@ class MdsEncoder(RecordEncoder):
         for name, encoding in columns.items():
             if name in RESERVED:
                 raise ValueError(f"columns= names {name!r}, which is set by the reader: leave it out")
-            try:
-                self.columns += (Column(name, encoding, mds_encoding(encoding).size),)
-            except ValueError as error:
-                raise ValueError(f"columns[{name!r}]: {error}") from None
+            if encoding.partition(":")[0] not in RAW | SCALARS | {"str", "int", "json"} and encoding != "ndarray":
+                raise ValueError(
+                    f"columns[{name!r}] is {encoding!r:.80}: MDS is written with bytes (or jpeg, jpegarray, png, pil), "
+                    f"str, json, int, ndarray, {', '.join(sorted(SCALARS))}"
+                )
+            self.columns += (Column(name, encoding, mds_encoding(encoding).size),)
         self.columns = tuple(sorted(self.columns, key=lambda column: column.name))
         self.base_bytes = 8 + len(self._config)
 
@@ -181,40 +184,36 @@ def encoding_of(name: str, value: Any) -> str:
         BadSample: no encoding is for its type.
     """
     found: str | None = None
-    if isinstance(value, np.generic | np.ndarray):
-        kind = value.dtype.name
-        found = None if kind not in SCALARS else "ndarray" if isinstance(value, np.ndarray) else kind
+    if isinstance(value, np.generic | np.ndarray) and value.dtype.name in SCALARS:
+        found = "ndarray" if isinstance(value, np.ndarray) else value.dtype.name
     elif isinstance(value, bytes | bytearray | memoryview):
         found = "bytes"
-    elif isinstance(value, bool) or value is None:
+    elif type(value) in (bool, type(None), dict, list):
         found = "json"
-    else:
-        kinds = {str: "str", int: "int", float: "float64", Decimal: "str_decimal", dict: "json", list: "json"}
+    elif type(value) is not int or -(1 << 63) <= value < 1 << 63:
         kind_of: type[Any] = type(value)
-        found = kinds.get(kind_of)
-        if found == "int" and not -(1 << 63) <= value < 1 << 63:
-            found = "str_int"
+        found = {str: "str", int: "int", float: "float64"}.get(kind_of)
     if found is None:
         raise BadSample(
-            f"its field {name!r} is a {type(value).__name__}, for which MDS has no encoding: make it bytes, a number, "
-            "text, JSON or an array"
+            f"its field {name!r} is a {type(value).__name__} for which MDS has no encoding: make it bytes, text, JSON, "
+            "an array, or a number of 64 bits"
         )
     return found
 
 
 def encoder_of(column: Column) -> Encode:
     """Return the function that encodes a column's values; it raises BadSample."""
-    name, _, options = column.encoding.partition(":")
-    if name == "ndarray":
-        dtype, _, dims = options.partition(":")
-        shape = tuple(map(int, dims.split(","))) if dims else None
-        return lambda field, value: _array(field, value, dtype or None, shape)
-    if name in RAW:
+    name = column.encoding
+    if name.partition(":")[0] in RAW:
         return bytes_of_value
-    if name in SCALARS or name == "int":
-        kind = np.dtype("int64" if name == "int" else name)
-        return lambda field, value: _scalar(field, value, kind)
-    return TEXTS[name]
+    if name == "ndarray":
+        return _array
+    if name == "str":
+        return _text
+    if name == "json":
+        return dump_json
+    kind = np.dtype("int64" if name == "int" else name)
+    return lambda field, value: _scalar(field, value, kind)
 
 
 def _scalar(field: str, value: Any, dtype: np.dtype[Any]) -> bytes:
@@ -224,8 +223,7 @@ def _scalar(field: str, value: Any, dtype: np.dtype[Any]) -> bytes:
             if not isinstance(value, int | float | np.integer | np.floating):
                 raise TypeError("not a number")
             return to_floats([value], little).tobytes()
-        number = operator.index(value)
-        limits = np.iinfo(dtype)
+        number, limits = operator.index(value), np.iinfo(dtype)
         if isinstance(value, bool) or not limits.min <= number <= limits.max:
             raise ValueError("out of range")
         return np.array(number, little).tobytes()
@@ -235,7 +233,7 @@ def _scalar(field: str, value: Any, dtype: np.dtype[Any]) -> bytes:
         ) from None
 
 
-def _array(field: str, value: Any, dtype: str | None, shape: tuple[int, ...] | None) -> bytes:
+def _array(field: str, value: Any) -> bytes:
     if not isinstance(value, np.ndarray) or value.dtype.name not in CODE_OF_DTYPE:
         kind = f"array of {value.dtype.name}" if isinstance(value, np.ndarray) else type(value).__name__
         raise BadSample(f"its field {field!r} is no array of numbers, but {kind}")
@@ -244,47 +242,13 @@ def _array(field: str, value: Any, dtype: str | None, shape: tuple[int, ...] | N
         raise BadSample(
             f"its field {field!r} has shape {array.shape}; MDS holds arrays of 1 or more dimensions above 0"
         )
-    if dtype is not None and array.dtype.name != dtype:
-        raise BadSample(f"its field {field!r} is an array of {array.dtype.name}; the column's are of {dtype}")
-    if shape is not None and array.shape != shape:
-        raise BadSample(f"its field {field!r} has shape {array.shape}; the column's is {shape}")
-    head = b"" if dtype is not None else bytes([CODE_OF_DTYPE[array.dtype.name]])
-    if shape is None:
-        width = next(each for each in range(3) if max(array.shape) < 1 << (8 << each))
-        head += bytes([array.ndim << 2 | width])
-        head += b"".join(each.to_bytes(1 << width, "little") for each in array.shape)
-    return head + array.astype(array.dtype.newbyteorder("<"), order="C").tobytes()
+    width = next(each for each in range(3) if max(array.shape) < 1 << (8 << each))
+    head = bytes([CODE_OF_DTYPE[array.dtype.name], array.ndim << 2 | width])
+    dims = b"".join(each.to_bytes(1 << width, "little") for each in array.shape)
+    return head + dims + array.astype(array.dtype.newbyteorder("<"), order="C").tobytes()
 
 
 def _text(field: str, value: Any) -> bytes:
     if not isinstance(value, str):
         raise BadSample(f"its field {field!r} is a {type(value).__name__}; the column is text")
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise BadSample(f"its field {field!r} is a text that UTF-8 cannot hold: {error}") from None
-
-
-def _json(field: str, value: Any) -> bytes:
-    try:
-        return dump_json(value).encode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise BadSample(f"its field {field!r} cannot be JSON: {error}") from None
-
-
-def _number_text(kind: type[Any]) -> Encode:
-    def encode(field: str, value: Any) -> bytes:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise BadSample(f"its field {field!r} is a {type(value).__name__}; the column's values are {kind.__name__}")
-        return str(value).encode()
-
-    return encode
-
-
-TEXTS: dict[str, Encode] = {
-    "str": _text,
-    "json": _json,
-    "str_int": _number_text(int),
-    "str_float": _number_text(float),
-    "str_decimal": _number_text(Decimal),
-}
+    return encode_text(field, value)

@@ -11,33 +11,31 @@ like those of webdataset 1.0.2, except that hidden files (``dir/.name``) are alw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
-from typing import Any
+from typing import Any, TypeVar
 from zlib import adler32
 
 from typing_extensions import Buffer
 
-from asyncloader.formats.base import Located, ReadWhole, Sample, SampleSlices
-from asyncloader.formats.encoder import RESERVED, BadSample, Part, RecordEncoder, bytes_of_value, dump_json
-from asyncloader.formats.push_parser import Parser, PushReader
+from asyncloader.formats.base import Located, Parser, PushReader, ReadWhole, Sample, SampleSlices
+from asyncloader.formats.encoder import RESERVED, BadSample, Part, RecordEncoder, bytes_of_value, dump_json, encode_text
+
+T = TypeVar("T")
 
 BLOCK = 512
 END = bytes(BLOCK)
 MAX_META_BYTES = 1 << 20  # of a pax header or long name; those of real archives have some hundred
 FILES = frozenset((b"0", b"\0", b"7"))
 DATALESS = frozenset((b"1", b"2", b"3", b"4", b"5", b"6"))  # links, devices, directories, FIFOs: no data follows
-# Name, size, what ends the size, checksum, type, magic, prefix.
-_HEADER = Struct("100s24x11sc12x8sc100x8s80x155s12x")
-_HALF = BLOCK // 2
-_PLAIN_FILES = frozenset((b"0", b"\0"))
-_AFTER_CHECKSUM = frozenset((b"\0 ", b" \0", b"\0\0", b"  "))
-_AFTER_SIZE = frozenset((b"\0", b" "))
-REFUSED = {b"S": "a GNU sparse file", b"M": "the continuation of a file from another volume"}
+SPARSE = "a GNU sparse file, which a stream cannot hold whole; pack it as a plain file"
+REFUSED = {b"S": SPARSE, b"M": "the continuation of a file from another volume; pack it as a plain file"}
 
 LARGEST = 8**11  # of the sizes that a header has room for
 
+_HEADER = Struct("100s24x12s12x8sc100x8s80x155s12x")  # name, size, checksum, type, magic, prefix
+_HALF = BLOCK // 2
 _OWNER = b"0000644\0" + 2 * b"0000000\0"
 _TIME = b"00000000000\0"
 _REST = (b"ustar\00000" + bytes(64) + 2 * b"0000000\0").ljust(BLOCK - 257, b"\0")
@@ -56,7 +54,7 @@ class TarReader(PushReader):
     twice, a global pax header that would rename or resize members (a reader that starts after it could not know), and
     an archive without its end mark, a block of zeros.
 
-    Its arguments are those of `push_parser.Reader`. A tar cannot be cut into parts without an index; with an index,
+    Its arguments are those of `base.Reader`. A tar cannot be cut into parts without an index; with an index,
     `start` and `stop` are the offsets of first headers.
     """
 
@@ -78,8 +76,7 @@ class TarReader(PushReader):
             if block == END:
                 self._flush(at if first is None else first)
                 return
-            size = self._header(block, at)
-            kind = block[156:157]
+            plain_name, size, kind = self._checked(parse_header, block, at)
             # Extension headers belong to the member after them: a sample resumes at the first of its headers.
             first = at if first is None else first
             if kind in (b"x", b"X", b"g", b"L", b"K"):
@@ -90,17 +87,17 @@ class TarReader(PushReader):
                 if kind == b"L":
                     path = data.partition(b"\0")[0]
                 elif kind != b"K":
-                    records = self._pax(data, at)
-                    if kind == b"g":
-                        self._check_global(records, at)
-                    else:
+                    records = self._checked(parse_pax, data, at)
+                    if kind != b"g":
                         path = records.get(b"path", path)
-                        pax_size = self._decimal(records[b"size"], at) if b"size" in records else pax_size
+                        pax_size = self._checked(_decimal, records[b"size"], at) if b"size" in records else pax_size
+                    elif b"path" in records or b"size" in records:
+                        self._fail("a global pax header sets 'path' or 'size' for all members", at)
                 continue
             if kind in REFUSED:
-                self._fail(f"{REFUSED[kind]}, which a stream cannot hold whole; pack it as a plain file", at)
+                self._fail(REFUSED[kind], at)
             # Like tarfile: bytes that are not UTF-8 become surrogates, and the name encodes to the same bytes again.
-            name = (path if path is not None else plain_name(block)).decode("utf-8", "surrogateescape")
+            name = (plain_name if path is None else path).decode("utf-8", "surrogateescape")
             size = size if pax_size is None else pax_size
             begin, first, path, pax_size = first, None, None, None
             # No data follows, whatever size the header states.
@@ -143,63 +140,89 @@ class TarReader(PushReader):
                 self._left -= 1
             self._sample = None
 
-    def _header(self, block: bytes, at: int) -> int:
-        """Check a header block; return the size that it claims."""
-        stated = number(block[148:156])
-        plain = _sum(block) - sum(block[148:156]) + 8 * 32
-        # Some old writers have summed signed bytes.
-        if stated != plain and stated != plain - 256 * sum(b > 127 for b in block[:148] + block[156:]):
-            self._fail("not a tar header: its checksum is wrong", at)
-        size = number(block[124:136])
-        if size is None:
-            self._fail(f"a tar header with the impossible size {block[124:136]!r}", at)
-        return size
+    def _checked(self, parse: Callable[[bytes], T], data: bytes, at: int) -> T:
+        try:
+            return parse(data)
+        except ValueError as error:
+            self._fail(str(error), at)
 
-    def _pax(self, data: bytes, at: int) -> dict[bytes, bytes]:
-        """Parse the records of a pax header: each is its own length, a space, key, ``=``, value and a newline."""
-        records: dict[bytes, bytes] = {}
-        pos = 0
-        # Some writers pad with zeros.
-        while pos < len(data) and data[pos]:
-            digits = data[pos : pos + 8].partition(b" ")[0]
-            length = int(digits) if digits.isdigit() else 0
-            key, equals, value = data[pos + len(digits) + 1 : pos + length - 1].partition(b"=")
-            # A length shorter than the record's own parts would not advance, or go backwards.
-            fits = len(digits) + 3 <= length <= len(data) - pos
-            if not fits or not equals or data[pos + length - 1] != 10:
-                self._fail(f"a broken record in a pax header, {pos:,} bytes into it", at)
-            if key.startswith(b"GNU.sparse."):
-                self._fail(f"{REFUSED[b'S']}, which a stream cannot hold whole; pack it as a plain file", at)
-            records[key] = value
-            pos += length
-        return records
 
-    def _check_global(self, records: dict[bytes, bytes], at: int) -> None:
-        for key in (b"path", b"size"):
-            if key in records:
-                self._fail(f"a global pax header sets {key.decode()!r} for all members", at)
+def parse_header(block: bytes) -> tuple[bytes, int, bytes]:
+    """Return the name, the size and the type of a member, from a header block.
 
-    def _decimal(self, value: bytes, at: int) -> int:
-        if not value.isdigit() or len(value) > 20:
-            self._fail(f"a pax header with the impossible size {value[:40]!r}", at)
-        return int(value)
+    Raises:
+        ValueError: its checksum is wrong, or its size impossible.
+    """
+    name, size, stated, kind, magic, prefix = _HEADER.unpack(block)
+    # The lower half of Adler-32, started at 0, is the sum up to 65,520, that of 512 bytes of ASCII or of any 256 bytes:
+    # 10 times as fast as `sum`.
+    if block.isascii():
+        total = adler32(block, 0) & 0xFFFF
+    else:
+        total = (adler32(block[:_HALF], 0) & 0xFFFF) + (adler32(block[_HALF:], 0) & 0xFFFF)
+    wanted = _sum_of(stated)
+    # Some old writers have summed signed bytes.
+    if total != wanted and (wanted is None or total - 256 * sum(byte > 127 for byte in block) != wanted):
+        raise ValueError("not a tar header: its checksum is wrong")
+    length = number(size)
+    if length is None:
+        raise ValueError(f"a tar header with the impossible size {size!r}")
+    name = name.partition(b"\0")[0]
+    # ustar has a separate field for the beginning of a long name.
+    if prefix[0] and magic[:6] == b"ustar\0":
+        name = prefix.partition(b"\0")[0] + b"/" + name
+    return name, length, kind
+
+
+@lru_cache(maxsize=1 << 12)  # members of a shard have few different sums
+def _sum_of(field: bytes) -> int | None:
+    """Return the sum of all bytes of the header with this checksum, which counts its own eight bytes as spaces."""
+    stated = number(field)
+    return None if stated is None else stated + sum(field) - 8 * ord(" ")
 
 
 def number(field: bytes) -> int | None:
     """Parse a number of a tar header: octal digits, or base 256 after a set top bit. None if invalid or negative."""
-    if field[0] == 0x80:
-        return int.from_bytes(field[1:], "big")
-    digits = field.partition(b"\0")[0].strip(b" ")
-    if not digits:
-        return 0
-    return int(digits, 8) if digits.isdigit() and not digits.strip(b"01234567") else None
+    digits = field[:-1]
+    if not digits.isdigit() or field[-1] not in b"\0 ":  # unusual
+        if field[0] == 0x80:
+            return int.from_bytes(field[1:], "big")
+        digits = field.partition(b"\0")[0].strip(b" ")
+        if not digits.isdigit():
+            return None if digits else 0
+    try:
+        return int(digits, 8)
+    except ValueError:  # an 8 or a 9
+        return None
 
 
-def plain_name(block: bytes) -> bytes:
-    """Return the name in the header itself; ustar has a separate field for the beginning of a long name."""
-    name = block[:100].partition(b"\0")[0]
-    prefix = block[345:500].partition(b"\0")[0] if block[257:263] == b"ustar\0" else b""
-    return prefix + b"/" + name if prefix else name
+def parse_pax(data: bytes) -> dict[bytes, bytes]:
+    """Parse the records of a pax header: each is its own length, a space, key, ``=``, value and a newline.
+
+    Raises:
+        ValueError: a record is broken, or of a sparse file.
+    """
+    records: dict[bytes, bytes] = {}
+    pos = 0
+    # Some writers pad with zeros.
+    while pos < len(data) and data[pos]:
+        digits = data[pos : pos + 8].partition(b" ")[0]
+        begin, end = pos + len(digits) + 1, pos + int(digits) if digits.isdigit() else 0
+        key, equals, value = data[begin : end - 1].partition(b"=")
+        # A length shorter than the record's own parts would not advance, or go backwards.
+        if not equals or not begin + 2 <= end <= len(data) or data[end - 1] != 10:
+            raise ValueError(f"a broken record in a pax header, {pos:,} bytes into it")
+        if key.startswith(b"GNU.sparse."):
+            raise ValueError(SPARSE)
+        records[key] = value
+        pos = end
+    return records
+
+
+def _decimal(value: bytes) -> int:
+    if not value.isdigit() or len(value) > 20:
+        raise ValueError(f"a pax header with the impossible size {value[:40]!r}")
+    return int(value)
 
 
 def split_name(name: str) -> tuple[str, str] | None:
@@ -218,15 +241,12 @@ def is_meta(name: str) -> bool:
     """Return whether a member is WebDataset's metadata: the first part of its path begins and ends with two
     underscores.
     """
-    if not name.startswith("__"):
-        return False
-    first = name.partition("/")[0]
-    return len(first) >= 4 and first.endswith("__")
+    return name.startswith("__") and len(first := name.partition("/")[0]) >= 4 and first.endswith("__")
 
 
 def tar_samples(url: str) -> ReadWhole:
-    """Return the function that reads samples like a `TarReader`: those of plain members with plain numbers, also behind
-    pax headers that change neither name nor size.
+    """Return the function that reads samples like a `TarReader`: those of plain members, also behind pax headers that
+    change neither name nor size.
     """
 
     def read(source: SampleSlices, at: int, end: int, _: int) -> Sample | None:
@@ -234,31 +254,26 @@ def tar_samples(url: str) -> ReadWhole:
         stem = b""  # of the sample's names, up to the field
         extended = False
         while at < end:
-            if end - at < BLOCK:
-                return None
-            name, size, after, stated, kind, magic, prefix = _HEADER.unpack(header := source[at : at + BLOCK])
-            # The lower half of Adler-32 is the sum up to 65,520: that of 512 bytes of ASCII.
-            found = adler32(header, 0) & 0xFFFF if header.isascii() else _sum(header)
-            if found != _stated_sum(stated) or not size.isdigit() or after not in _AFTER_SIZE:
+            begin = at + BLOCK
+            if begin > end:
                 return None
             try:
-                length = int(size, 8)
-            except ValueError:  # an 8 or a 9
-                return None
-            begin = at + BLOCK
-            stop = begin + length
-            at = stop + -length % BLOCK
-            if at > end:
-                return None
-            if kind not in _PLAIN_FILES:
-                if kind != b"x" or length > MAX_META_BYTES or not _changes_nothing(source[begin:stop]):
+                path, size, kind = parse_header(source[at:begin])
+                stop = begin + size
+                at = stop + -size % BLOCK
+                if at > end:
                     return None
-                extended = True
-                continue
+                if kind == b"x" and size <= MAX_META_BYTES:
+                    records = parse_pax(source[begin:stop])
+                    if b"path" in records or b"size" in records:
+                        return None
+                    extended = True
+                    continue
+            except ValueError:
+                return None
+            if kind not in FILES:
+                return None
             extended = False
-            path = name.partition(b"\0")[0]
-            if prefix[0] and magic[:6] == b"ustar\0":
-                path = prefix.partition(b"\0")[0] + b"/" + path
             if sample is None:
                 base = path.rfind(b"/") + 1
                 dot = path.find(b".", base)
@@ -278,44 +293,9 @@ def tar_samples(url: str) -> ReadWhole:
     return read
 
 
-def _sum(header: bytes) -> int:
-    """Return the sum of a header's bytes. The lower half of Adler-32, started at 0, is the exact sum of up to 256
-    bytes: 10 times as fast as `sum`.
-    """
-    return (adler32(header[:_HALF], 0) & 0xFFFF) + (adler32(header[_HALF:], 0) & 0xFFFF)
-
-
-@lru_cache(maxsize=1 << 12)  # members of a shard have few different sums
-def _stated_sum(field: bytes) -> int:
-    """Return the sum of all bytes of the header with this checksum, which counts its own eight bytes as spaces; -1 if
-    it is written in an unusual way.
-    """
-    digits = field[:6]
-    if not digits.isdigit() or field[6:] not in _AFTER_CHECKSUM or digits.strip(b"01234567"):
-        return -1
-    return int(digits, 8) + sum(field) - 8 * ord(" ")
-
-
-@lru_cache(maxsize=1 << 8)  # and few different fields
+@lru_cache(maxsize=1 << 8)  # samples have few different fields
 def _field(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape").lower()
-
-
-def _changes_nothing(records: bytes) -> bool:
-    """Return whether a pax header is well-formed, and says neither the name nor the size of its member."""
-    at, end = 0, len(records)
-    while at < end and records[at]:
-        digits = records[at : at + 8].partition(b" ")[0]
-        if not digits.isdigit():
-            return False
-        begin, stop = at + len(digits) + 1, at + int(digits)
-        key, equals, _ = records[begin : stop - 1].partition(b"=")
-        if not equals or not begin + 2 <= stop <= end or records[stop - 1] != 10:
-            return False
-        if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
-            return False
-        at = stop
-    return True
 
 
 class TarEncoder(RecordEncoder):
@@ -337,7 +317,10 @@ class TarEncoder(RecordEncoder):
         for field, value in sample.items():
             if field in RESERVED:
                 continue
-            check_field(field)
+            if not isinstance(field, str) or not field or field != field.lower() or "/" in field or "\0" in field:
+                raise BadSample(
+                    f"its field {field!r} would be read under another name: fields of a tar are lower-case extensions"
+                )
             data = value if type(value) is bytes else encode_value(field, value)
             pieces.append(header(f"{key}.{field}", len(data)))
             pieces.append(data)
@@ -358,32 +341,17 @@ def check_key(key: Any) -> str:
     Raises:
         BadSample: it is missing, or no text; or a reader would not find it in a member's name.
     """
-    if key is None:
-        raise BadSample(
-            'it has no "__key__", from which a tar\'s member names begin: give each sample a text of its own'
-        )
     if not isinstance(key, str):
-        raise BadSample(f'its "__key__" is a {type(key).__name__}; make it a text')
+        raise BadSample(
+            f'its "__key__", from which a tar\'s member names begin, is {key!r:.80}: give each sample a text of its own'
+        )
     base = key.rpartition("/")[2]
-    if not base or "." in base:
+    if not base or "." in base or "\0" in key or is_meta(key):
         raise BadSample(
-            "the last part of its key is empty or has a dot, where a reader takes the field's name to begin"
+            f"its key {key!r:.80} would be read as another: the last part is empty or has a dot, where a field's name "
+            "begins; or it has a NUL, or begins with a part such as __name__, which readers skip"
         )
-    if "\0" in key or is_meta(key):
-        raise BadSample("its key has a NUL, or begins with a part such as __name__, which readers skip")
     return key
-
-
-def check_field(field: str) -> None:
-    """Refuse the name of a field that would be read as another.
-
-    Raises:
-        BadSample: it is no text, empty, not in lower case, or has a slash or a NUL.
-    """
-    if not isinstance(field, str) or not field or field != field.lower() or "/" in field or "\0" in field:
-        raise BadSample(
-            f"its field {field!r} would be read under another name: fields of a tar are lower-case extensions"
-        )
 
 
 def encode_value(field: str, value: Any) -> bytes:
@@ -393,15 +361,9 @@ def encode_value(field: str, value: Any) -> bytes:
         BadSample: the value is neither bytes nor text, and its field no JSON.
     """
     if isinstance(value, str):
-        try:
-            return value.encode()
-        except UnicodeEncodeError as error:
-            raise BadSample(f"its field {field!r} is a text that UTF-8 cannot hold: {error}") from None
+        return encode_text(field, value)
     if field.rpartition(".")[2] == "json" and not isinstance(value, bytes | bytearray | memoryview):
-        try:
-            return dump_json(value, ensure_ascii=False, allow_nan=False).encode()
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadSample(f"its field {field!r} cannot be JSON: {error}") from None
+        return dump_json(field, value, ensure_ascii=False, allow_nan=False)
     return bytes_of_value(field, value)
 
 

@@ -26,14 +26,21 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from numbers import Integral, Real
 from struct import Struct, pack
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, OnBad, ReadWhole, Sample, SampleSlices, base_name
-from asyncloader.formats.encoder import RESERVED, BadSample, RecordEncoder, bytes_of_value, check_names, to_floats
-from asyncloader.formats.push_parser import Parser, PushReader
+from asyncloader.formats.base import Parser, PushReader, ReadWhole, Sample, SampleSlices, base_name
+from asyncloader.formats.encoder import (
+    RESERVED,
+    BadSample,
+    RecordEncoder,
+    bytes_of_value,
+    check_names,
+    encode_text,
+    to_floats,
+)
 
 Feature: TypeAlias = list[bytes] | npt.NDArray[np.float32] | npt.NDArray[np.int64]
 
@@ -169,26 +176,12 @@ class TFRecordReader(PushReader):
     The checksum of each length is always verified before the length is used. Records that `on_bad` can skip: a wrong
     checksum of the data.
 
-    Args, besides those of `push_parser.Reader`:
-        checksum: the CRC-32C function that verifies the data. ``"auto"``: google_crc32c's if it is installed; otherwise
-            the data is **not verified**, because Python alone would take 100 times as long as the rest. None: not
-            verified.
+    The data's checksum is verified by google_crc32c; if that is not installed, the data is **not verified**, because
+    Python alone would take 100 times as long as the rest. Its arguments are those of `base.Reader`.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        start: int = 0,
-        stop: int | None = None,
-        checksum: Callable[[bytes], int] | Literal["auto"] | None = "auto",
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        on_bad: OnBad | None = None,
-    ) -> None:
-        super().__init__(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad)
-        self._checksum = fast_crc32c() if checksum == "auto" else checksum
-
     def _parse(self) -> Parser:
+        checksum = fast_crc32c()
         while self._left and (self._stop is None or self._at < self._stop):
             at = self._at
             # The shard may end before a record, and nowhere else.
@@ -206,7 +199,7 @@ class TFRecordReader(PushReader):
                 continue
             data = yield length
             (stated,) = _CRC.unpack((yield 4))
-            if self._checksum is not None and stated != mask_crc(self._checksum(data)):
+            if checksum is not None and stated != mask_crc(checksum(data)):
                 self._bad("a damaged TFRecord: the checksum of its data is wrong", at, self._at)
                 continue
             self._give({"record": data}, at, self._at)
@@ -247,14 +240,9 @@ def mask_crc(crc: int) -> int:
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def tfrecords(url: str, checksum: Callable[[bytes], int] | None) -> ReadWhole:
-    """Return the function that reads samples like a `TFRecordReader`.
-
-    Args:
-        url: of the shard.
-        checksum: the CRC-32C function that verifies the data; None: not verified. That of the length always is.
-    """
-    name = base_name(url)
+def tfrecords(url: str) -> ReadWhole:
+    """Return the function that reads samples like a `TFRecordReader`."""
+    name, checksum = base_name(url), fast_crc32c()
     of_length = crc32c if checksum is None else checksum
 
     def read(source: SampleSlices, at: int, end: int, start: int) -> Sample | None:
@@ -314,11 +302,8 @@ def encode_example(fields: Mapping[str, Any]) -> bytes:
     features: list[bytes] = []
     check_names(fields)
     for name in sorted(fields):
-        try:
-            encoded = name.encode()
-        except UnicodeEncodeError as error:
-            raise BadSample(f"the name of its field {name!r} cannot be UTF-8: {error}") from None
-        features.append(message(1, message(1, encoded) + message(2, encode_feature(name, fields[name]))))
+        entry = message(1, encode_text(name, name)) + message(2, encode_feature(name, fields[name]))
+        features.append(message(1, entry))
     return message(1, b"".join(features))
 
 
@@ -355,12 +340,7 @@ def encode_feature(name: str, value: Any) -> bytes:
 
 
 def _bytes(name: str, value: Any) -> bytes:
-    if not isinstance(value, str):
-        return bytes_of_value(name, value)
-    try:
-        return value.encode()
-    except UnicodeEncodeError as error:
-        raise BadSample(f"its field {name!r} is a text that UTF-8 cannot hold: {error}") from None
+    return encode_text(name, value) if isinstance(value, str) else bytes_of_value(name, value)
 
 
 def message(number: int, data: bytes) -> bytes:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-import ctypes.util
 import gzip
 import importlib
 import io
 import json
-import random
 import sys
 import tarfile
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ from asyncloader.formats import (
     open_reader,
     shard_format,
 )
-from asyncloader.formats.compressed import STEP, ZSTD_MODULES, MemberDecoder, decoder, zstd_member
+from asyncloader.formats.compressed import STEP, ZSTD_MODULES, decoder
 from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     URL,
@@ -102,14 +100,6 @@ def test_gzip_truncated_or_damaged() -> None:
     assert not reader.pending
 
 
-def test_errors_inside_come_first() -> None:
-    """A bad line before the place where the object is cut off is the error raised, for any chunks."""
-    data = gzip.compress(b'{"a": 1}\nbad\n' + LINES)[:-20]
-    text, offset = error_of(make, data)
-    assert "no JSON" in text
-    assert offset == 9
-
-
 @pytest.mark.thorough
 def test_a_bomb_is_read_in_steps() -> None:
     """200 MB in little gzip: `feed` gives at most one step's samples, and holds the size of a few steps."""
@@ -163,18 +153,6 @@ def test_end_while_pending_is_a_mistake_of_the_caller() -> None:
         reader.end()
 
 
-@pytest.mark.thorough
-def test_bytes_fed_while_pending_are_kept_in_order() -> None:
-    """The contract prescribes the other order, but no sample is lost."""
-    text = b'{"a": 12345678}\n' * (STEP // 8)
-    data = gzip.compress(text)
-    reader = make()
-    count = len(reader.feed(data[:-100])) + len(reader.feed(data[-100:]))
-    while reader.pending:
-        count += len(reader.feed(b""))
-    assert count + len(reader.end()) == STEP // 8
-
-
 @given(data=corrupted(gzip.compress(WHOLE)))
 @settings(deadline=None, max_examples=scaled(100))
 def test_random_damage(data: bytes) -> None:
@@ -188,114 +166,83 @@ def test_random_damage(data: bytes) -> None:
 # ------------------------------------------------------------------------------------------------------------ zstd
 
 
-class Buffer(ctypes.Structure):
-    """ZSTD_inBuffer and ZSTD_outBuffer, which have the same layout."""
+class Own:
+    """A frame of the extra's package, with the interface of Python 3.14's `ZstdDecompressor`."""
 
-    _fields_ = (("data", ctypes.c_void_p), ("size", ctypes.c_size_t), ("pos", ctypes.c_size_t))
+    def __init__(self, package: Any, _: None, options: dict[str, int]) -> None:
+        assert options == {"window": 27}
+        self._frame, self._held = package.ZstdDecompressor().decompressobj(), b""
 
+    @property
+    def eof(self) -> bool:
+        return bool(self._frame.eof) and not self._held
 
-@pytest.fixture(scope="module")
-def libzstd() -> Any:
-    """The C library, which most systems have; no package for Python is needed."""
-    name = ctypes.util.find_library("zstd")
-    if name is None:
-        pytest.skip("this system has no libzstd")
-    library = ctypes.CDLL(name)
-    for function in ("ZSTD_decompressStream", "ZSTD_compress", "ZSTD_compressBound", "ZSTD_DCtx_setParameter"):
-        getattr(library, function).restype = ctypes.c_size_t
-    library.ZSTD_createDCtx.restype = ctypes.c_void_p
-    return library
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._frame.unused_data)
 
+    @property
+    def needs_input(self) -> bool:
+        return not self._held and not self.eof
 
-class Frames:
-    """One zstd frame through the C library, with the interface of Python 3.14's `ZstdDecompressor`."""
-
-    def __init__(self, library: Any, dictionary: None = None, options: dict[int, int] | None = None) -> None:
-        self._library = library
-        self._context = ctypes.c_void_p(library.ZSTD_createDCtx())
-        for parameter, value in (options or {}).items():
-            library.ZSTD_DCtx_setParameter(self._context, parameter, value)
-        self.eof, self.unused_data, self.needs_input, self._held = False, b"", True, b""
-
-    def __del__(self) -> None:
-        self._library.ZSTD_freeDCtx(self._context)
-
-    def decompress(self, data: bytes, max_length: int = -1) -> bytes:
-        if max_length < 0:
-            parts = [self.decompress(data, 1 << 17)]
-            while not self.eof and not self.needs_input:
-                parts.append(self.decompress(b"", 1 << 17))
-            return b"".join(parts)
-        room = min(max_length, 1 << 17)
-        data = self._held + data
-        out = ctypes.create_string_buffer(room)
-        source = Buffer(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p), len(data), 0)
-        target = Buffer(ctypes.cast(out, ctypes.c_void_p), room, 0)
-        while source.pos < source.size or target.pos < room:
-            before = source.pos, target.pos
-            left = self._library.ZSTD_decompressStream(self._context, ctypes.byref(target), ctypes.byref(source))
-            if self._library.ZSTD_isError(ctypes.c_size_t(left)):
-                raise OSError("the library says that this is no zstd")
-            if left == 0:
-                self.eof, self.unused_data = True, data[source.pos :]
-                break
-            if (source.pos, target.pos) == before:
-                break
-        self._held = b"" if self.eof else data[source.pos :]
-        self.needs_input = not self.eof and target.pos < room and not self._held
-        return out.raw[: target.pos]
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        out = self._held or self._frame.decompress(data)
+        self._held = out[max_length:]
+        return bytes(out[:max_length])
 
 
-def compress_zstd(library: Any, data: bytes) -> bytes:
-    out = ctypes.create_string_buffer(library.ZSTD_compressBound(ctypes.c_size_t(len(data))))
-    size = library.ZSTD_compress(out, ctypes.c_size_t(len(out)), data, ctypes.c_size_t(len(data)), 3)
-    return out.raw[:size]
+def compress(*parts: bytes) -> bytes:
+    """A frame of each, written as a stream: it has a window instead of a length."""
+    package: Any = importlib.import_module("zstandard" if sys.version_info < (3, 14) else "compression.zstd")
+    written = b""
+    for part in parts:
+        stream = package.ZstdCompressor()
+        stream = stream.compressobj() if hasattr(stream, "compressobj") else stream
+        written += stream.compress(part) + stream.flush()
+    return written
 
 
-def modules(library: Any) -> dict[str, Any]:
-    """Modules with the interfaces of the packages; ZSTD_d_windowLogMax is parameter 100."""
-
-    def one_shot(dictionary: None = None, options: dict[int, int] | None = None) -> Frames:
-        return Frames(library, dictionary, options)
-
-    def context(max_window_size: int) -> SimpleNamespace:
-        assert max_window_size == 1 << 27
-        return SimpleNamespace(decompressobj=lambda: Frames(library))
-
-    return {
-        "compression.zstd": SimpleNamespace(
-            __name__="compression.zstd",
-            ZstdDecompressor=one_shot,
-            DecompressionParameter=SimpleNamespace(window_log_max=100),
-        ),
-        "zstandard": SimpleNamespace(__name__="zstandard", ZstdDecompressor=context),
-    }
+def of_zstd(start: int = 0) -> CompressedReader:
+    return CompressedReader(URL, JsonlReader(URL, start=start), decoder("zstd"))
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("package", ["compression.zstd", "zstandard"])
-def test_zstd_frames(libzstd: Any, package: str) -> None:
-    """Frames written by the C library are read through each package's interface, in any chunks and bounded steps."""
-    member = zstd_member(modules(libzstd)[package])
-
-    def make_zstd(start: int = 0) -> CompressedReader:
-        return CompressedReader(URL, JsonlReader(URL, start=start), MemberDecoder(member, padding=False))
-
+@pytest.mark.parametrize("own", [False, True])
+def test_zstd_frames(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read by the package that is installed and by Python's own, in any chunks and bounded steps."""
+    if own and sys.version_info < (3, 14):
+        package = importlib.import_module("zstandard")
+        module: Any = ModuleType("compression.zstd")
+        module.ZstdDecompressor = partial(Own, package)
+        module.DecompressionParameter = SimpleNamespace(window_log_max="window")
+        monkeypatch.setitem(sys.modules, "compression.zstd", module)
     plain = read(lambda start: JsonlReader(URL, start=start), LINES)
-    data = compress_zstd(libzstd, LINES[:5000]) + compress_zstd(libzstd, b"") + compress_zstd(libzstd, LINES[5000:])
-    random.seed(1)
-    for _ in range(5):
-        assert check_any_split(make_zstd, data, [random.random() for _ in range(5)]) == plain
-    assert "truncated" in error_of(make_zstd, data[:-1])[0]
-    _, error = read(make_zstd, b"rubbish" * 5)
+    data = compress(LINES[:5000], b"", LINES[5000:])
+    assert check_any_split(of_zstd, data, [0.1, 0.11, 0.7]) == plain
+    assert "truncated" in error_of(of_zstd, data[:-1])[0]
+    _, error = read(of_zstd, b"rubbish" * 5)
     assert error is not None
     assert "damaged" in error[0]
-    bomb = make_zstd()
-    got = len(bomb.feed(compress_zstd(libzstd, (b"{}" + b" " * 99_997 + b"\n") * 500)))
+    bomb = of_zstd()
+    got = len(bomb.feed(compress((b"{}" + b" " * 99_997 + b"\n") * 500)))
     assert got <= 100  # of 500: at most 8 MiB and a step
     while bomb.pending:
         got += len(bomb.feed(b""))
     assert got + len(bomb.end()) == 500
+
+
+@pytest.mark.parametrize("window_log", [27, 28, 31])
+def test_zstd_windows(window_log: int) -> None:
+    """Windows of up to 128 MiB are read; for a larger window the error says so, and not that the data is damaged."""
+    data = bytearray(compress(LINES))
+    data[5] = window_log - 10 << 3  # RFC 8878, 3.1.1.1.2: declares this window
+    samples, error = read(of_zstd, bytes(data))
+    if window_log <= 27:
+        assert (len(samples), error) == (300, None)
+    else:
+        assert error is not None
+        assert "window is larger than 128 MiB" in error[0]
+        assert "--long=27" in error[0]
+        assert "damaged" not in error[0]
 
 
 def test_zstd_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,44 +251,6 @@ def test_zstd_without_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"asyncloader\[shards\]"):
         open_reader("a.jsonl.zst")
-
-
-def zstd_by_package() -> bytes:
-    """`LINES` compressed by the extra's package, or from Python 3.14 on by Python's own.
-
-    They are written as a stream: the frame has a window instead of a length.
-    """
-    package: Any = importlib.import_module("zstandard" if sys.version_info < (3, 14) else "compression.zstd")
-    compressor = package.ZstdCompressor()
-    stream = compressor.compressobj() if hasattr(compressor, "compressobj") else compressor
-    written: bytes = stream.compress(LINES) + stream.flush()
-    return written
-
-
-@pytest.mark.parametrize("window_log", [27, 28, 31])
-def test_zstd_windows(window_log: int) -> None:
-    """Windows of up to 128 MiB are read; for a larger window the error says so, and not that the data is damaged."""
-    data = bytearray(zstd_by_package())
-    data[5] = window_log - 10 << 3  # RFC 8878, 3.1.1.1.2: declares this window
-    samples, error = read(
-        lambda start: CompressedReader(URL, JsonlReader(URL, start=start), decoder("zstd")), bytes(data)
-    )
-    if window_log <= 27:
-        assert (len(samples), error) == (len(read(lambda start: JsonlReader(URL, start=start), LINES)[0]), None)
-    else:
-        assert error is not None
-        assert "window is larger than 128 MiB" in error[0]
-        assert "--long=27" in error[0]
-        assert "damaged" not in error[0]
-
-
-def test_zstd_by_the_package_that_is_installed() -> None:
-    """Data written by the installed package is read by the reader that `open_reader` chooses."""
-    data = zstd_by_package()
-    plain = read(lambda start: JsonlReader("a.jsonl.zst", start=start), LINES)
-    got = check_any_split(lambda _: open_reader("a.jsonl.zst"), data, [0.2, 0.7])
-    assert [sample for sample, _ in got[0]] == [sample for sample, _ in plain[0]]
-    assert got[1] is None
 
 
 # -------------------------------------------------------------------------------------------------------- registry

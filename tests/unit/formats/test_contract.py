@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import gzip
 import pickle
+import tarfile
 from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncloader.errors import LoaderError
-from asyncloader.formats import CompressedReader, Located, ShardError, ShardRange, ShardReader, open_reader
+from asyncloader.formats import (
+    CompressedReader,
+    Located,
+    ShardError,
+    ShardRange,
+    ShardReader,
+    open_reader,
+    shard_format,
+)
 from asyncloader.formats.base import base_name
 from asyncloader.formats.compressed import decoder
-from tests.unit.formats.shard_readers import URL, check_any_split, check_resume, chunked, cut_points, drive
+from tests.drawn import scaled
+from tests.unit.formats.shard_readers import URL, check_any_split, check_resume, chunked, corrupted, cut_points, drive
+from tests.unit.formats.test_tar import pack
 from tests.unit.remote.shards import MAKERS, mds_entry
 
 
@@ -88,6 +99,24 @@ def test_a_part_of_a_tar_that_ends_inside_a_sample() -> None:
     whole = drive(open_reader("a.tar"), [data])[0]
     part = ShardRange(0, whole[0][1] + 512, sync=False)
     assert drive(open_reader("a.tar", part=part), [data]) == (whole[:2], None)
+
+
+DAMAGED = {
+    **{url: MAKERS[url](range(5)) for url in ("a.tar", "a.tfrecord", "a.mds", "a.jsonl")},
+    "pax.tar": pack([("deep/" * 30 + f"{n}.txt", b"x" * 9) for n in "ab"], tarfile.PAX_FORMAT),
+}
+
+
+@pytest.mark.parametrize("url", DAMAGED)
+@given(data=st.data(), cuts=cut_points)
+@settings(max_examples=scaled(100))
+def test_damaged_bytes(url: str, data: st.DataObject, cuts: list[float]) -> None:
+    """Give samples or a `ShardError`, the same for any chunks; so where bad samples are skipped."""
+    drawn = data.draw(corrupted(DAMAGED[url]))
+    shard = mds_entry(range(5)) if url.endswith(".mds") else None
+    kind, skipping = shard_format(url), data.draw(st.booleans())
+    on_bad = list[ShardError]().append if skipping else None
+    check_any_split(lambda _: open_reader(URL, kind, shard=shard, on_bad=on_bad), drawn, cuts)
 
 
 @pytest.mark.parametrize("url", ["a.tar", "a.jsonl", "a.tfrecord"])

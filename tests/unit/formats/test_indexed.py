@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tarfile
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,15 @@ from tests.unit.remote.shards import jsonl, tfrecord
 SAMPLES = 2 * STEP_SAMPLES + 3
 MDS = of_every_column(range(SAMPLES))
 (ENTRY,) = parse_mds_index(write_index(shard_entry(COLUMNS, SAMPLES, len(MDS), "shard.00000.mds")))
+MEMBERS = [(f"{at}.{field}", b"x" * (at * 99 % 700)) for at in range(SAMPLES) for field in ("a", "B")]
 DATA = {
-    "tar": pack([(f"{at}.{field}", b"x" * (at * 99 % 700)) for at in range(SAMPLES) for field in ("a", "b")]),
+    "tar": pack(MEMBERS),
+    # As webdataset writes it: a header of records before each member, because the time is no whole number.
+    "tar, pax": pack(MEMBERS, tarfile.PAX_FORMAT, mtime=1.5),
+    "tar, long names": pack([(f"{'directory/' * 11}{name}", data) for name, data in MEMBERS]),
+    "tar, unusual": pack([(f"{'é' * 99}{name}", data) for name, data in MEMBERS], tarfile.PAX_FORMAT),
     "jsonl": jsonl(range(SAMPLES)),
+    "jsonl, blanks": jsonl(range(SAMPLES)).replace(b"\n", b" \t\r\n"),
     "tfrecord": tfrecord(range(SAMPLES)),
     "mds": MDS,
 }
@@ -40,12 +47,12 @@ SKIP: dict[str, Any] = {"on_bad": lambda _: None}
 
 def by_format(name: str, part: ShardRange, most: int, **options: Any) -> ShardReader:
     shard = ENTRY if name == "mds" else None
-    return open_reader(URL, ShardFormat(name, None), part=part, shard=shard, most=most, **options)
+    return open_reader(URL, ShardFormat(name.partition(",")[0], None), part=part, shard=shard, most=most, **options)
 
 
 def by_index(name: str, edges: list[int], *, last: bool, **options: Any) -> IndexedReader:
     shard = ENTRY if name == "mds" else None
-    form, offsets = ShardFormat(name, None), np.array(edges, np.int64)
+    form, offsets = ShardFormat(name.partition(",")[0], None), np.array(edges, np.int64)
     return open_indexed_reader(URL, form, offsets, last=last, shard=shard, **options)
 
 
@@ -84,12 +91,12 @@ def test_samples_and_errors_are_those_of_the_format(
         expected, found = both(name, damaged, *part, cuts, **options)
         assert found[1] == expected[1]
         # A sample of a tar that is followed by no header is returned: its reader cannot know that it is complete.
-        more = found[0][len(expected[0]) :] if name == "tar" and expected[1] is not None else []
+        more = found[0][len(expected[0]) :] if name.startswith("tar") and expected[1] is not None else []
         assert found[0] == [*expected[0], *more]
         assert len(more) < 2
 
 
-@pytest.mark.parametrize("name", DATA)
+@pytest.mark.parametrize("name", sorted(DATA.keys() - {"tar, unusual"}))
 def test_only_unusual_samples_are_left_to_the_format(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And those from the first of them on; and the last of a shard, behind which more may lie."""
     opened: list[tuple[int, int | None]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import struct
+import sys
 from contextlib import suppress
 from typing import Any, cast
 
@@ -21,7 +22,6 @@ from tests.unit.formats.shard_readers import (
     URL,
     check_any_split,
     check_resume,
-    check_survives,
     corrupted,
     cut_points,
     error_of,
@@ -50,7 +50,7 @@ def record(data: bytes) -> bytes:
 
 
 def make(start: int = 0) -> TFRecordReader:
-    return TFRecordReader(URL, start=start, checksum=crc32c)
+    return TFRecordReader(URL, start=start)
 
 
 SMALL = record(b"first") + record(b"") + record(b"third" * 50)
@@ -106,21 +106,15 @@ def test_a_lying_length() -> None:
     assert offset == 17
 
 
-def test_damaged_data() -> None:
+def test_damaged_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a checksum damage is detected, and may be skipped; without one only lengths are verified."""
     data = SMALL.replace(b"first", b"fir5t")
     assert error_of(make, data) == (f"a damaged TFRecord: the checksum of its data is wrong ({URL} at byte 0)", 0)
     told: list[ShardError] = []
-    assert len(samples_of(TFRecordReader(URL, checksum=crc32c, on_bad=told.append), data)) == 2
+    assert len(samples_of(TFRecordReader(URL, on_bad=told.append), data)) == 2
     assert [bad.offset for bad in told] == [0]
-    assert len(samples_of(TFRecordReader(URL, checksum=None), data)) == 3
-
-
-@given(data=corrupted(SMALL), cuts=cut_points)
-@settings(deadline=None, max_examples=scaled(100))
-def test_random_damage(data: bytes, cuts: list[float]) -> None:
-    """Damaged bytes give samples or a `ShardError`."""
-    check_survives(make, data, cuts)
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    assert len(samples_of(make(), data)) == 3
 
 
 # ------------------------------------------------------------------------------------------------- tf.train.Example
@@ -200,9 +194,13 @@ def serialized(content: dict[str, tuple[str, list[Any]]], packed: bool = True) -
 @given(content=features, packed=st.booleans())
 @settings(deadline=None, max_examples=scaled(60))
 def test_examples_of_protobuf(content: dict[str, tuple[str, list[Any]]], packed: bool) -> None:
-    """Messages that Google's protobuf writes, packed or not, are read with names, types and values."""
+    """Messages that Google's protobuf writes, packed or not, are read with names, types and values; arrays can become
+    tensors without a warning or a copy.
+    """
     data = serialized(content, packed)
-    assert plain(parse_example(data)) == plain(as_ours(example_class().FromString(data)))
+    found = parse_example(data)
+    assert plain(found) == plain(as_ours(example_class().FromString(data)))
+    assert all(isinstance(value, list) or value.flags.writeable for value in found.values())
 
 
 GOOD: dict[str, tuple[str, list[Any]]] = {
@@ -235,7 +233,6 @@ def test_damaged_examples(message: bytes) -> None:
         b"\xff" * 11,  # a tag too long
         b"\x0b",  # a group
         b"\x02\x00",  # field number 0
-        b"\x09\x00",  # 8 bytes, cut off after the first
         b"\x0a\x05\x0a\x03\x0a\x01\xff",  # a name that is not UTF-8
         b"\x0a\x0a\x0a\x08\x12\x06\x12\x04\x0a\x02\x00\x00",  # two bytes of packed floats
         b"\x0a\x09\x0a\x07\x12\x05\x1a\x03\x0a\x01\x80",  # a packed integer without its end
@@ -246,14 +243,6 @@ def test_no_example(data: bytes) -> None:
     """Each bound is checked."""
     with pytest.raises(ValueError, match=r"."):
         parse_example(data)
-
-
-def test_arrays_are_private_and_writable() -> None:
-    """The arrays can become tensors without a warning or a copy."""
-    sample: Any = parse_example(serialized(GOOD))
-    assert sample["box"].flags.writeable
-    assert sample["n"].flags.writeable
-    assert sample["img"] == [b"jpeg"]
 
 
 def test_repeated_choices_merge_as_in_protobuf() -> None:

@@ -36,7 +36,7 @@ from asyncloader.formats.mds_writer import MdsEncoder, MdsFile, mds_index
 from asyncloader.formats.parquet import parse_footer
 from asyncloader.formats.parquet_writer import ParquetEncoder
 from asyncloader.formats.tar import TarEncoder
-from asyncloader.formats.tfrecord import TFRecordEncoder, crc32c, encode_example
+from asyncloader.formats.tfrecord import TFRecordEncoder, encode_example
 from tests.unit.formats.mds_writer import encode as mds_peer
 from tests.unit.formats.test_parquet import read_rows
 from tests.unit.formats.test_tfrecord import as_ours, example_class
@@ -138,17 +138,15 @@ def test_what_webdataset_writes_is_written_again(samples: list[dict[str, Any]]) 
 @pytest.mark.parametrize(
     ("sample", "text"),
     [
-        ({"a": b""}, 'it has no "__key__"'),
-        ({"__key__": 3, "a": b""}, 'its "__key__" is a int'),
+        ({"a": b""}, "names begin, is None: give each sample a text"),
+        ({"__key__": 3, "a": b""}, "names begin, is 3: give each sample a text"),
         ({"__key__": "a.b", "a": b""}, "has a dot"),
-        ({"__key__": "a/", "a": b""}, "is empty"),
         ({"__key__": "__x__/a", "a": b""}, "which readers skip"),
         ({"__key__": "a\0", "a": b""}, "a NUL"),
         ({"__key__": "\ud800", "a": b""}, "UTF-8 cannot hold"),
         ({"__key__": "a"}, "it has no field"),
         ({"__key__": "a", "JPG": b""}, "under another name"),
         ({"__key__": "a", "x/y": b""}, "under another name"),
-        ({"__key__": "a", "": b""}, "under another name"),
         ({"__key__": "a", "x": 3}, "its field 'x' is a int; encode it to bytes"),
         ({"__key__": "a", "x": "\ud800"}, "'x' is a text that UTF-8 cannot hold"),
         ({"__key__": "a", "json": {1, 2}}, "'json' cannot be JSON"),
@@ -236,7 +234,7 @@ def test_examples_are_read_by_protobuf_and_us(features: dict[str, Any]) -> None:
 def test_records_are_read_again(records: list[bytes], groups: int) -> None:
     """Both checksums are right: the reader verifies them."""
     data = shard(TFRecordEncoder(), [{"record": record, "__key__": "x"} for record in records], groups)
-    reader = TFRecordReader("a.tfrecord", checksum=crc32c)
+    reader = TFRecordReader("a.tfrecord")
     assert [sample["record"] for sample in read(reader, data)] == records
 
 
@@ -271,12 +269,7 @@ MDS = {
     "jpeg:90": RAW,
     "str": TEXT,
     "json": JSON,
-    "str_int": st.integers(-(10**40), 10**40),
-    "str_float": st.floats(allow_nan=False),
-    "str_decimal": st.decimals(allow_nan=False),
     "ndarray": ARRAYS,
-    "ndarray:int16": arrays.arrays(np.int16, arrays.array_shapes(max_side=300, max_dims=1)),
-    "ndarray:float32:2,3": arrays.arrays(np.float32, (2, 3)),
 }
 
 
@@ -335,20 +328,16 @@ def test_the_first_sample_decides_the_columns(sample: dict[str, Any]) -> None:
         ("float32", "1"),
         ("float32", 1e39),
         ("float64", (1 << 53) + 1),
-        ("float64", 1 << 2000),
         ("float64", np.complex128(1 + 2j)),
         ("bytes", "text"),
         ("str", b"raw"),
         ("str", "\ud800"),
         ("json", b"raw"),
         ("json", {True: 1, "true": 2}),
-        ("str_decimal", 1.5),
         ("ndarray", [1, 2]),
         ("ndarray", np.zeros(0)),
         ("ndarray", np.array(1)),
         ("ndarray", np.array(["a"])),
-        ("ndarray:int16", np.zeros(2, np.int32)),
-        ("ndarray:int16:2", np.zeros(3, np.int16)),
     ],
 )
 def test_mds_refuses_values(encoding: str, value: Any) -> None:
@@ -366,19 +355,13 @@ def test_mds_refuses_other_fields() -> None:
     assert extra is not None
     assert missing.text.startswith("it has no field 'b'")
     assert extra.text.startswith("its field 'c' is no column")
-    for columns in ({}, {"__key__": "str"}, {"a": "pkl"}, {"a": "what"}):
+    for columns in ({}, {"__key__": "str"}, {"a": "pkl"}, {"a": "str_decimal"}, {"a": "ndarray:int8"}):
         with pytest.raises(ValueError, match="columns"):
             MdsEncoder(columns)
     with pytest.raises(BadSample, match="MDS has no encoding"):
-        MdsEncoder.of_first({"a": object()})
+        MdsEncoder.of_first({"a": Decimal(1)})
     with pytest.raises(BadSample, match="no field"):
         MdsEncoder.of_first({"__key__": "a"})
-
-
-def test_decimals_and_booleans_have_columns() -> None:
-    """As text and as JSON."""
-    described = MdsEncoder.of_first({"a": Decimal("1.5"), "b": True, "c": None}).describe()
-    assert described == {"a": "str_decimal", "b": "json", "c": "json"}
 
 
 # ---------------------------------------------------------------------------------------------------------- Parquet
