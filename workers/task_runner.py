@@ -50,7 +50,7 @@ from asyncloader.workers.memory.ring import WorkerRing
 from asyncloader.workers.memory_limit import PrivateMemory
 from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse
-from asyncloader.workers.stream_readers import Identities, StreamReaders, process_identities, read_copies, shared_parts
+from asyncloader.workers.stream_readers import Identify, StreamIdentities, StreamReaders, read_copies
 from asyncloader.workers.task_spans import TracedTasks
 
 _log = logging.getLogger("asyncloader")
@@ -116,7 +116,7 @@ class TaskRunner(ErrorAnswers):
         self._unbegun = None  # a store failed where the dataset began here
         self._store_error = b""  # the last error of a store
         self._reader: DatasetReader | StreamReaders | None = None
-        self._identities: Identities | None = None  # of the streams, where the worker serves several
+        self._identities: StreamIdentities | None = None  # of the streams, where the worker serves several
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
         self._private_memory: PrivateMemory | None = None
         self._memory_limit = 0
@@ -224,7 +224,6 @@ class TaskRunner(ErrorAnswers):
         seed = self._seed(setup)
         start = setup.starts[self.worker_id]
         dataset = reseeded_datapipe(setup.dataset, start.shared_seed)
-        shared = shared_parts(setup, start, self._draw_check)
 
         def read(copy: Any, number: int) -> DatasetReader:
             return DatasetReader(
@@ -238,7 +237,7 @@ class TaskRunner(ErrorAnswers):
                 samples=self._slow,
                 pack_cursor=self._codec.cursor_packer(),
                 alone=self._alone,
-                **shared,
+                draw_check=self._draw_check,
             )
 
         reader = self._reader = read_copies(setup, self.worker_id, dataset, read, self._identify)
@@ -255,9 +254,9 @@ class TaskRunner(ErrorAnswers):
             # Last: the growth is measured from here, without the dataset.
             self._memory_limit, self._private_memory = setup.memory_limit, PrivateMemory()
 
-    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identities:
+    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
         """Return what makes the worker that of a stream."""
-        self._identities = process_identities(setup, datasets)
+        self._identities = StreamIdentities(setup, datasets)
         return self._identities
 
     def _initialize(self, setup: WorkerSetup) -> None:

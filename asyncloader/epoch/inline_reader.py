@@ -22,16 +22,14 @@ from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.decoding import make_decode_threads
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import RngState, rng_state, set_rng_state
 from asyncloader.workers.fetch.setup import WorkerSetup, call_worker_init, seed_cpu_generators
 from asyncloader.workers.fetch.worker_info import answering_with
 from asyncloader.workers.memory.inline_collate import inline_collate
-from asyncloader.workers.stream_readers import ContextIdentities, Identify, StreamReaders, copies, infos_of
+from asyncloader.workers.stream_readers import StreamReaders, copies, infos_of
 
 if TYPE_CHECKING:
     from asyncloader.workers.stream_readers import StreamReaders
@@ -75,7 +73,6 @@ def _read_streams(
     setup: WorkerSetup, dataset: Any, collate: Callable[[Any], Any], progress: Progress, recorder: Recorder
 ) -> StreamReaders:
     """Make the reader of a dataset that says that it has streams."""
-    threads = make_decode_threads(setup.decode, setup.decode_threads)
     slow = SlowSamples(recorder.slow)
 
     def make(copy: Any, stream: int) -> DatasetReader:
@@ -85,7 +82,6 @@ def _read_streams(
             in_worker=False,
             time=recorder.time,
             samples=slow,
-            decode_threads=threads,
         )
 
     reader = StreamsInTurn(dataset, setup, make, progress.next_worker, progress.ends)
@@ -116,14 +112,11 @@ class StreamsInTurn(StreamReaders):
         (start,) = setup.starts
         datasets = copies(dataset, range(len(start.streams)), first_is_own=False)
         readers = {stream: make(each, stream) for stream, each in datasets.items()}
-        # Between the steps of an awaited stream the user's own code runs, with its generators.
-        of_context = is_async_dataset(dataset)
-        identify: Identify = ContextIdentities(setup, datasets) if of_context else _InlineIdentities(setup, datasets)
-        super().__init__(dataset, readers, identify)
+        super().__init__(dataset, readers, _InlineIdentities(setup, datasets))
         self._turns = StreamTurns(len(readers), first)
         self._ends = ends
-        if setup.worker_init_fn is not None or self.asynchronous:
-            self.initialize(partial(_init, setup.worker_init_fn, awaits=self.asynchronous))
+        if setup.worker_init_fn is not None:
+            self.initialize(partial(_init, setup.worker_init_fn))
         self.begin(start)
 
     def fetch(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
@@ -140,16 +133,6 @@ class StreamsInTurn(StreamReaders):
                 self._end(stream)
         raise EndOfData
 
-    async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
-        """Return the next batch of the asynchronous stream whose turn it is. See `fetch`."""
-        del index
-        while (stream := self._turns.turn) is not None:
-            try:
-                return await super().fetch_async(stream, records)
-            except EndOfData:
-                self._end(stream)
-        raise EndOfData
-
     def taken(self) -> None:
         """`DatasetReader.taken`, after which the next stream has its turn."""
         super().taken()
@@ -160,9 +143,9 @@ class StreamsInTurn(StreamReaders):
         self._turns.end(stream)
 
 
-def _init(init: Callable[[int], Any] | None, stream: int, *, awaits: bool) -> Any:
+def _init(init: Callable[[int], Any] | None, stream: int) -> Any:
     try:
-        return call_worker_init(init, stream, awaits=awaits)
+        return call_worker_init(init, stream, awaits=False)
     except StopIteration as stop:  # a `for` loop would take it for the end of an empty epoch
         raise not_the_end(stop, "worker_init_fn") from stop
 

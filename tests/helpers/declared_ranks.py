@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from asyncloader.errors import RanksDisagree
-from tests.helpers.declared_streams import AwaitedStreams, Streams
+from tests.helpers.declared_streams import Streams
 from tests.helpers.seeded_runs import Stepwise
 
 
@@ -20,7 +20,7 @@ class Declared:
     rank: int
 
     def declared(
-        self, lengths: list[list[int]], parts: list[int], *, awaited: bool, victim: int, **options: Any
+        self, lengths: list[list[int]], parts: list[int], *, victim: int, **options: Any
     ) -> tuple[list[Any], list[Any]]:
         """Return an epoch of this rank's declared streams that is read without workers; and one in which a new loader
         goes on after each two batches, with another number of workers.
@@ -28,13 +28,12 @@ class Declared:
         Args:
             lengths: of each rank's streams.
             parts: the loaders' numbers of workers.
-            awaited: whether the streams are async ones.
             victim: the rank of which a worker of each loader is killed.
             options: the loaders'.
         """
-        kind, options = AwaitedStreams if awaited else Streams, {"batch_size": 2, **options}
+        options = {"batch_size": 2, **options}
         torch.manual_seed(1000 + self.rank)
-        with Stepwise("sync", kind(lengths[self.rank]), **options) as run:
+        with Stepwise("sync", Streams(lengths[self.rank]), **options) as run:
             whole = run.epoch()
         torch.manual_seed(1000 + self.rank)
         got: list[Any] = []
@@ -43,7 +42,7 @@ class Declared:
             warnings.simplefilter("ignore")  # of workers that are many, or replaced
             for workers in parts:
                 options |= {"num_workers": workers, "max_worker_restarts": 1}
-                with Stepwise("sync", kind(lengths[self.rank]), **options) as run:
+                with Stepwise("sync", Streams(lengths[self.rank]), **options) as run:
                     run.loader.load_state_dict(state)
                     run.begin()
                     if workers and self.rank == victim:

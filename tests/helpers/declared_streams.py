@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader import Recovery, sample_rng
+from asyncloader import Recovery
 from tests.helpers.seeded_runs import Stepwise
 
 LENGTHS = [7, 3, 11, 0, 6]
@@ -62,59 +61,13 @@ class Drawless(Streams):
 
 
 class Growing(Streams):
-    """Streams of which one takes more memory than is allowed. A mixin, for awaited ones, too."""
+    """Streams of which one takes more memory than is allowed."""
 
     def sample(self, info: Any) -> torch.Tensor:
         made: torch.Tensor = super().sample(info)
         if (info.id, self.next) == (2, 4):
             vars(self)["held"] = bytearray(os.urandom(1 << 20) * 64)
         return made
-
-
-class AwaitedStreams(Streams):
-    """The same, awaited: each stream has a connection of its own, and numbers from the sample's own generators."""
-
-    connected = -1
-    """The stream whose connection it is."""
-    connections = 0
-    """Those of this process that are open."""
-
-    async def __aenter__(self) -> Self:
-        info = get_worker_info()
-        assert info is not None
-        assert info.dataset is self
-        assert self.connected == -1
-        await asyncio.sleep(0)
-        self.connected = info.id
-        AwaitedStreams.connections += 1
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await asyncio.sleep(0)
-        AwaitedStreams.connections -= 1
-        self.connected = -1
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        info = get_worker_info()
-        assert info is not None
-        assert (info.num_workers, info.dataset) == (len(self.lengths), self)
-        while self.next < self.lengths[info.id]:
-            assert self.connected == info.id
-            await asyncio.sleep(0)
-            now = get_worker_info()
-            assert now is not None
-            assert (now.id, now.seed, now.dataset) == (info.id, info.seed, self)
-            self.next += 1
-            yield await self.awaited(info)
-        self.next = 0
-
-    async def awaited(self, info: Any) -> torch.Tensor:
-        return self.sample(info)
-
-    def sample(self, info: Any) -> torch.Tensor:
-        rng = sample_rng()
-        drawn = [rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))]
-        return torch.tensor([info.id, self.next - 1, info.seed % 1000, self.marked, *drawn], dtype=torch.float64)
 
 
 def take_around_a_kill(run: Stepwise, before: int) -> list[torch.Tensor]:
@@ -145,12 +98,3 @@ def mark(number: int) -> None:
     assert info is not None
     assert info.id == number
     vars(info.dataset)["marked"] = random.randrange(1000)
-
-
-async def mark_awaited(number: int) -> None:
-    """A `worker_init_fn` that is awaited, and draws from the stream's own generator."""
-    info = get_worker_info()
-    assert info is not None
-    assert info.id == number
-    await asyncio.sleep(0)
-    vars(info.dataset)["marked"] = sample_rng().random.randrange(1000)

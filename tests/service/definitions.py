@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import asyncloader
-from tests.helpers.declared_streams import AwaitedStreams, Streams, mark, mark_awaited
+from tests.helpers.declared_streams import Streams, mark
 
 
 class Pair(NamedTuple):
@@ -180,12 +180,6 @@ def async_stream(n: int = 41) -> Any:
 def declared() -> Any:
     """A dataset that says that it is a number of streams."""
     return Streams(), {"worker_init_fn": mark}
-
-
-@asyncloader.definition
-def declared_awaited() -> Any:
-    """An asynchronous dataset that says that it is a number of streams."""
-    return AwaitedStreams(), {"worker_init_fn": mark_awaited}
 
 
 class Broken(Numbers):

@@ -21,7 +21,7 @@ from tests.service.serving import NodeProcess, serving
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "seed": 5}
-NAMES = ["declared", "declared_awaited"]
+NAMES = ["declared"]
 
 
 @pytest.fixture(scope="module")

@@ -188,4 +188,6 @@ def _obstacle(dataset: Any) -> str:
         return "it is a datapipe, of whose graph sharding_filter gives each worker a part"
     if isinstance(dataset, MessagedDataset):
         return "it is a DataLoader2's graph, of which its reading service gives each worker a part"
+    if is_async_dataset(dataset):
+        return "its samples are awaited (a blocking dataset may have several streams)"
     return ""

@@ -57,7 +57,6 @@ class DatasetReader(ReaderEnd):
             decoding is that of all samples that were decoded since the batch before.
         samples: gets the times of single samples. None: they are not kept.
         draw_check: that of all readers of the process whose samples are made at the same time; None: this one's own.
-        decode_threads: those of all readers of the worker, from `make_decode_threads`; None: it has its own.
         pack_cursor: packs the cursors.
     """
 
@@ -73,7 +72,6 @@ class DatasetReader(ReaderEnd):
         time: Callable[[Stage, float], None] | None = None,
         samples: SlowSamples | None = None,
         draw_check: GlobalDrawCheck | None = None,
-        decode_threads: JobThreads | None = None,
         pack_cursor: CursorPacker = pickle_cursor,
         alone: bool = True,
     ) -> None:
@@ -91,7 +89,7 @@ class DatasetReader(ReaderEnd):
         self._decoder: Decoder | None = None
         if setup.decode is not None:
             if self.asynchronous:
-                self._decode_threads = decode_threads or make_decode_threads(setup.decode, setup.decode_threads)
+                self._decode_threads = make_decode_threads(setup.decode, setup.decode_threads)
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
@@ -101,8 +99,7 @@ class DatasetReader(ReaderEnd):
         self._concurrency = setup.concurrency
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
-        # Not where the consumer's own code draws from the global generators at the same time. In torch mode a dataset
-        # may draw from them, unless several streams are awaited.
+        # Not where the consumer's own code draws from the global generators at the same time.
         if in_worker and alone and self.asynchronous and (setup.seeded is not None or draw_check is not None):
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()

@@ -247,15 +247,9 @@ def call_worker_init(init: Callable[[int], Any] | None, number: int, *, awaits: 
         return None
     if awaits:
         return returned
-    drop_awaitable(returned)
+    if inspect.iscoroutine(returned):
+        returned.close()  # otherwise Python would warn that it was never awaited
     raise TypeError(
         "worker_init_fn returned an awaitable, but the dataset is a blocking one, so its workers have no event "
         "loop to await it in: give a plain function, or a dataset with async methods"
     )
-
-
-def drop_awaitable(returned: Any) -> None:
-    """Do not await what `call_worker_init` returned."""
-    if inspect.iscoroutine(returned):
-        # Otherwise Python would warn that it was never awaited.
-        returned.close()

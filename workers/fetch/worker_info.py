@@ -89,18 +89,6 @@ class ContextInfo:
         state = torch_worker._generate_state(setup.base_seed, worker_id)  # as torch seeds numpy in a process
         self.own = self._with(ThreadRng(seed, state))
 
-    def save(self) -> dict[str, Any]:
-        """Return the generators that were asked for, for `restore` in another process."""
-        made: dict[str, Any] = self.own.rng._made
-        return made | {name: made[name].get_state() for name in ("torch",) if name in made}
-
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Go on with these generators, of `save`."""
-        rest = dict(saved)
-        if "torch" in rest:
-            self.own.rng.torch_generator.set_state(rest.pop("torch"))
-        self.own.rng._made.update(rest)
-
     def now(self) -> Any:
         """Return the `WorkerInfo`: in seeded mode with the generators of the sample that is made."""
         sample = current_sample()
@@ -192,13 +180,6 @@ def _forget_all() -> None:
     """In a forked child, which has none of its parent's threads, but perhaps a lock that one of them holds."""
     _answering.__init__()  # type: ignore[misc]
     _FUNCTION.__code__ = _TORCHS
-
-
-def answer_by_context() -> None:
-    """Have `get_worker_info` answer by context from now on: in a process of ours, also for what its streams leave
-    running.
-    """
-    _answering.begin()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import count_samples
 from asyncloader.workers.memory.ring import WorkerRing
-from asyncloader.workers.stream_readers import ContextIdentities, Identities
+from asyncloader.workers.stream_readers import ContextIdentities, Identify
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.threads.global_draws import GlobalDraws, Said
 from asyncloader.workers.threads.link import ObjectCodec, ThreadChannel
@@ -64,7 +64,7 @@ class ThreadTaskRunner(TaskRunner):
         del seed
         install_context_info(ContextInfo(self.worker_id, setup, dataset))
 
-    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identities:
+    def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
         return ContextIdentities(setup, datasets)
 
     def _watched(self, fetch: Callable[..., Any]) -> Callable[..., Any]:

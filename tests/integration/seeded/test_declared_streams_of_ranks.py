@@ -18,15 +18,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
         yield group
 
 
-@pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "awaited"])
 @pytest.mark.parametrize("options", [{}, {"seed": 3}], ids=["torch", "seeded"])
-def test_the_numbers_of_workers_are_no_part_of_the_batches(
-    two: RankGroup, options: dict[str, Any], awaited: bool
-) -> None:
+def test_the_numbers_of_workers_are_no_part_of_the_batches(two: RankGroup, options: dict[str, Any]) -> None:
     """Nor is a worker that is killed on one rank. In seeded mode the ranks end at the same step; in torch mode a
     stream's random numbers begin anew with each loader.
     """
-    ranks = two("declared", LENGTHS, [2, 1, 3], awaited=awaited, victim=1, **options)
+    ranks = two("declared", LENGTHS, [2, 1, 3], victim=1, **options)
     known = 7 if options else 4
     for whole, parts in ranks:
         assert [[sample[:known] for sample in batch] for batch in parts] == [

@@ -171,6 +171,13 @@ class Shards(RemoteIterableDataset):
     loader_streams = 2
 
 
+class Awaited(Streams):
+    """An asynchronous dataset."""
+
+    def __aiter__(self) -> Any:
+        raise AssertionError
+
+
 class Piped(IterDataPipe[Any]):
     """A datapipe."""
 
@@ -190,6 +197,7 @@ class Piped(IterDataPipe[Any]):
         (Streams(loader_streams=True), TypeError, "should be an integer.*is True"),
         (Streams(loader_streams="5"), TypeError, "should be an integer.*is '5'"),
         (Raising(), AttributeError, "no index yet"),
+        (Awaited(), TypeError, "its samples are awaited .* so it cannot be read as several streams"),
         (Piped(), TypeError, "it is a datapipe, .* so it cannot be read as several streams"),
         (Shards("none.tar"), TypeError, "its shards are assigned to the workers while they read"),
     ],
