@@ -7,11 +7,8 @@ epoch/async_inline.py without workers.
 from __future__ import annotations
 
 import copy
-import os
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Self
-
-import torch
 
 from asyncloader.bridge import in_thread
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
@@ -166,18 +163,8 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         except BaseException:
             undo()
             raise
-        state.newest = weakref.ref(iterator)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
-
-            watch_ranks(spec, state.statistics)
-        state.iterators.add(iterator)
-        # `close`, in another thread, may have looked at the iterators before this one was among them.
-        if state.closed:
-            iterator.close()
-            raise self._asyncloader_closed()
-        if os.environ.get("ASYNCLOADER_TOP") == "1":
-            state.dashboard.watch(self, AsyncDataLoader._asyncloader_watched, state.statistics)
+        self._asyncloader_newest(iterator)
+        self._asyncloader_began(iterator, iterator.close)
         return iterator
 
     def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochConfig]:
@@ -236,14 +223,8 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         # Also those of iterators that were just dropped, which are ending in threads of their own.
         for pool in self._pools:
             await shielded(in_thread(pool.stop))
-        if (dashboard := state.dashboard.end()) is not None:
-            await shielded(in_thread(dashboard.close))
-        if rings := kept_rings_of(self._spec):
-            await shielded(in_thread(rings.close))
-        if state.keeper.grouped:
-            await shielded(in_thread(state.keeper.retire_group))
-        if state.statistics.trace is not None:
-            await shielded(in_thread(state.statistics.finish_trace))
+        for end in state.endings(self._spec):
+            await shielded(in_thread(end))
 
     def close(self) -> None:
         """`aclose` for code that is not async. Blocks until the processes have ended. Idempotent."""
@@ -254,12 +235,8 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         self._idle_pool = None
         for pool in self._pools:
             pool.stop()
-        if (dashboard := state.dashboard.end()) is not None:
-            dashboard.close()
-        if rings := kept_rings_of(self._spec):
-            rings.close()
-        state.keeper.retire_group()
-        state.statistics.finish_trace()
+        for end in state.endings(self._spec):
+            end()
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position; see `DataLoader.state_dict`."""

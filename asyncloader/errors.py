@@ -21,19 +21,19 @@ Every error can be pickled: its constructor arguments are its attributes. Every 
 alone, as torch's `ExceptionWrapper` does to re-raise an error of another thread or process. ``str()`` is then that
 text, and the attributes have their defaults: 0 for numbers (-1 for `worker_id`), empty texts and tuples, and None.
 
-`NeverIteratedWarning` and `NoEffectWarning` are classes of their own so that they can be filtered.
+`NoEffectWarning` is a class of its own so that it can be filtered.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import signal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 _log = logging.getLogger("asyncloader")
 
@@ -47,28 +47,6 @@ RING_ADVICE = (
 )
 
 
-_Error = TypeVar("_Error", bound=Exception)
-_P = ParamSpec("_P")
-
-
-def _or_from_text(init: Callable[Concatenate[_Error, _P], None]) -> Callable[Concatenate[_Error, _P], None]:
-    """Let the constructor also take a single text. It then sets no attributes, so the class's defaults apply."""
-
-    @functools.wraps(init)
-    def either(self: _Error, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-        if not kwargs and _is_text(args):
-            Exception.__init__(self, *args)
-        else:
-            init(self, *args, **kwargs)
-            vars(self)["_has_parts"] = True
-
-    return either
-
-
-def _is_text(args: tuple[Any, ...]) -> bool:
-    return len(args) == 1 and isinstance(args[0], str)
-
-
 class LoaderError(Exception):
     """Root of the loader's own errors."""
 
@@ -77,6 +55,14 @@ class LoaderError(Exception):
 
     # Not derived from `args`: torch's datapipes replace those of the errors that pass through them.
     _has_parts = False
+
+    def __post_init__(self) -> None:
+        """Tell attributes from a text, of an error that is a dataclass."""
+        if len(self.args) == 1 and isinstance(self.args[0], str):
+            vars(self).clear()
+            return
+        self.args = tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        self._has_parts = True
 
     def __str__(self) -> str:
         return self._sentence() if self._has_parts else super().__str__()
@@ -138,6 +124,7 @@ def text_of(error: BaseException) -> str:
     return text or type(error).__name__
 
 
+@dataclass(eq=False, repr=False)
 class WorkerDied(LoaderError, RuntimeError):
     """A worker process ended unexpectedly, and was not, or could not be, replaced.
 
@@ -156,18 +143,6 @@ class WorkerDied(LoaderError, RuntimeError):
     reason: str = ""
     advice: str = ""
     trace: str = ""
-
-    @_or_from_text
-    def __init__(
-        self, worker_id: int, pid: int, exitcode: int | None, reason: str = "", advice: str = "", trace: str = ""
-    ) -> None:
-        super().__init__(worker_id, pid, exitcode, reason, advice, trace)
-        self.worker_id = worker_id
-        self.pid = pid
-        self.exitcode = exitcode
-        self.reason = reason
-        self.advice = advice
-        self.trace = trace
 
     def with_advice(self, advice: str) -> WorkerDied:
         """The same death, with this advice."""
@@ -192,6 +167,7 @@ class WorkerDied(LoaderError, RuntimeError):
         return f"{text}: worker {self.worker_id}, exit code {code}.{trace}{more}".rstrip()
 
 
+@dataclass(eq=False, repr=False)
 class TaskQuarantined(LoaderError, RuntimeError):
     """A task killed three workers and is not retried. The next batches still come.
 
@@ -199,27 +175,17 @@ class TaskQuarantined(LoaderError, RuntimeError):
         indices: the sampler's item for the batch: a list of indices, or one index; None for a stream.
         deaths: worker number, pid and exit code of each worker that it killed (see `WorkerDied`).
         stderr: the last lines of the last worker's standard error, or the stack of a thread; may be empty.
-        advice: further information, and what to do.
+        advice: further information, and what to do; empty: find the bad sample.
     """
 
     indices: Any = None
-    deaths: tuple[tuple[int, int, int | None], ...] = ()
+    deaths: Sequence[tuple[int, int, int | None]] = ()
     stderr: str = ""
     advice: str = ""
 
-    @_or_from_text
-    def __init__(
-        self,
-        indices: Any,
-        deaths: Sequence[tuple[int, int, int | None]],
-        stderr: str = "",
-        advice: str = QUARANTINE_ADVICE,
-    ) -> None:
-        super().__init__(indices, deaths, stderr, advice)
-        self.indices = indices
-        self.deaths = tuple(deaths)
-        self.stderr = stderr
-        self.advice = advice
+    def __post_init__(self) -> None:
+        self.deaths = tuple(self.deaths)
+        super().__post_init__()
 
     def _sentence(self) -> str:
         what = "the next batch of a stream" if self.indices is None else f"indices {shortened(self.indices)}"
@@ -232,9 +198,10 @@ class TaskQuarantined(LoaderError, RuntimeError):
         stderr = f"\n{head}:\n{self.stderr}\n" if self.stderr else " "
         verb = "took" if threads else "killed"
         text = f"the task for {what} {verb} {len(self.deaths)} workers and is not tried again: {who}."
-        return f"{text}{stderr}{self.advice}"
+        return f"{text}{stderr}{self.advice or QUARANTINE_ADVICE}"
 
 
+@dataclass(eq=False, repr=False)
 class TooManySkippedSamples(LoaderError, RuntimeError):
     """More samples of an epoch raised than `max_skipped_samples` allows; ``loader.skipped_samples`` has them all.
 
@@ -246,12 +213,6 @@ class TooManySkippedSamples(LoaderError, RuntimeError):
     limit: int = 0
     last: str = ""
 
-    @_or_from_text
-    def __init__(self, limit: int, last: str) -> None:
-        super().__init__(limit, last)
-        self.limit = limit
-        self.last = last
-
     def _sentence(self) -> str:
         return (
             f"more than max_skipped_samples={self.limit} samples of this epoch raised, the last one: {self.last}. "
@@ -259,6 +220,7 @@ class TooManySkippedSamples(LoaderError, RuntimeError):
         )
 
 
+@dataclass(eq=False, repr=False)
 class LoaderTimeout(LoaderError, RuntimeError):
     """No batch came within the loader's ``timeout``.
 
@@ -267,11 +229,6 @@ class LoaderTimeout(LoaderError, RuntimeError):
     """
 
     seconds: float = 0.0
-
-    @_or_from_text
-    def __init__(self, seconds: float) -> None:
-        super().__init__(seconds)
-        self.seconds = seconds
 
     def _sentence(self) -> str:
         return f"DataLoader timed out after {self.seconds} seconds"
@@ -291,6 +248,7 @@ class StateError(LoaderError, ValueError):
     """A state cannot be loaded: it is damaged, newer, of another loader, or cannot be resumed exactly."""
 
 
+@dataclass(eq=False, repr=False)
 class RingMemoryError(LoaderError, MemoryError):
     """There is not enough shared memory for a batch or a ring.
 
@@ -298,7 +256,7 @@ class RingMemoryError(LoaderError, MemoryError):
         wanted: bytes asked for.
         limit: bytes available; None if the system does not say.
         reason: where the limit comes from.
-        advice: what to do.
+        advice: what to do; empty: as for a ring.
     """
 
     wanted: int = 0
@@ -306,22 +264,15 @@ class RingMemoryError(LoaderError, MemoryError):
     reason: str = ""
     advice: str = ""
 
-    @_or_from_text
-    def __init__(self, wanted: int, limit: int | None, reason: str, advice: str = RING_ADVICE) -> None:
-        super().__init__(wanted, limit, reason, advice)
-        self.wanted = wanted
-        self.limit = limit
-        self.reason = reason
-        self.advice = advice
-
     def _sentence(self) -> str:
         limit = "an unknown limit" if self.limit is None else f"{self.limit:,} bytes"
         return (
             f"asyncloader wants {self.wanted:,} bytes of shared memory but is bounded by {limit} ({self.reason}). "
-            f"{self.advice}"
+            f"{self.advice or RING_ADVICE}"
         )
 
 
+@dataclass(eq=False, repr=False)
 class DeviceUnavailable(LoaderError, RuntimeError):
     """The device that batches were to be copied to cannot be used.
 
@@ -333,16 +284,11 @@ class DeviceUnavailable(LoaderError, RuntimeError):
     device: str = ""
     reason: str = ""
 
-    @_or_from_text
-    def __init__(self, device: str, reason: str) -> None:
-        super().__init__(device, reason)
-        self.device = device
-        self.reason = reason
-
     def _sentence(self) -> str:
         return f"device={self.device!r} cannot be used: {self.reason}. Choose another device, or leave device= out."
 
 
+@dataclass(eq=False, repr=False)
 class PageLockError(LoaderError, MemoryError):
     """A ring could not be page-locked for the device. Nothing was locked, and the device keeps working.
 
@@ -355,13 +301,6 @@ class PageLockError(LoaderError, MemoryError):
     nbytes: int = 0
     limit: int | None = None
     reason: str = ""
-
-    @_or_from_text
-    def __init__(self, nbytes: int, limit: int | None, reason: str) -> None:
-        super().__init__(nbytes, limit, reason)
-        self.nbytes = nbytes
-        self.limit = limit
-        self.reason = reason
 
     def _sentence(self) -> str:
         text = f"a ring of {self.nbytes:,} bytes could not be page-locked: {self.reason}. "
@@ -431,10 +370,6 @@ NO_PROCESSES = (
     'num_workers=0 or workers="threads" (not tested on Windows itself), torch.utils.data.DataLoader, or WSL'
 )
 """The end of an `UnsupportedPlatform` error's text."""
-
-
-class NeverIteratedWarning(UserWarning):
-    """A stock loader that was made from a `DataLoader` is iterated in its place: a framework replaced it."""
 
 
 class NoEffectWarning(UserWarning):

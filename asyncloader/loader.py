@@ -6,23 +6,18 @@ Data path: options -> [loader] -> epoch/sync_iterator.py (read that next), or ep
 from __future__ import annotations
 
 import os
-import sys
-import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
-import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from asyncloader.bridge import Bridge
-from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import StateError
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.never_iterated import taken, warn_if_replaced
 from asyncloader.options.auto import choice_of, set_workers
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
@@ -59,9 +54,6 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
 
     Signature, checks, attributes and batches are torch's; asyncloader's own arguments come last, by keyword only (see
     the constructor). Datasets may have ``async`` methods, samplers may be async iterables.
-
-    Some frameworks silently replace the user's loader by a stock one. If a loader is collected without having been
-    iterated, a stock loader that was made from it warns when it is iterated (`NeverIteratedWarning`).
     """
 
     @property
@@ -120,19 +112,9 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
             except BaseException:
                 undo()
                 raise
-            state.newest = weakref.ref(iterator)
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
-
-                watch_ranks(self, state.statistics)
-        state.iterators.add(iterator)
-        # `close`, in another thread, may have looked at the iterators before this one was among them.
-        if state.closed:
-            iterator._shutdown_workers()
-            raise self._asyncloader_closed()
-        # Only now, when the workers exist: they are forked before there is a thread for it.
-        if os.environ.get("ASYNCLOADER_TOP") == "1":
-            state.dashboard.watch(self, DataLoader._asyncloader_watched, state.statistics)
+            self._asyncloader_newest(iterator)
+        # Only now, when the workers exist: they are forked before there is a thread for the view.
+        self._asyncloader_began(iterator, iterator._shutdown_workers)
         return iterator
 
     def __enter__(self) -> Self:
@@ -149,12 +131,8 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         for iterator in state.iterators:
             iterator._shutdown_workers()
         state.bridge.wait_for_releases()  # waits for iterators that were just dropped
-        if (dashboard := state.dashboard.end()) is not None:
-            dashboard.close()
-        if rings := kept_rings_of(self):
-            rings.close()
-        state.keeper.retire_group()
-        state.statistics.finish_trace()
+        for end in state.endings(self):
+            end()
 
     def state_dict(self) -> dict[str, Any]:
         """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.
@@ -237,12 +215,7 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         used: _FacadeState | None = state.pop("_asyncloader_state", None)
         keeper: StateKeeper | None = state.get("_asyncloader_keeper") if used is None else used.keeper
         state["_asyncloader_keeper"] = None if keeper is None else keeper.for_copy()
-        # A copy has no iterator, and was made in no process. That is not left out, for its options are fixed, too.
-        return state | {"_asyncloader_maker": None, "_iterator": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        taken(self.__dict__.get("batch_sampler"))  # `copy.copy` shares it
+        return state | {"_iterator": None}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
@@ -257,7 +230,7 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         where an attribute of an option's name may be the user's or a library's own.
         """
         known = vars(self)
-        return type(self) is DataLoader and "_asyncloader_maker" in known and "_asyncloader_installed" not in known
+        return type(self) is DataLoader and "_asyncloader_made" in known and "_asyncloader_installed" not in known
 
     async def __aiter__(self) -> AsyncIterator[NoReturn]:
         """Raises TypeError when a batch is awaited, as the loader would block the event loop. Not before: `tqdm.auto`
@@ -291,13 +264,6 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         if state is None:
             return "not iterated yet"
         return "closed" if state.closed else state.keeper.place
-
-    def __del__(self, *, exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        known = self.__dict__
-        # `exiting` is an argument, because at exit this module's names may be gone. A copy, or a loader that a forked
-        # child inherited, has another maker.
-        if not exiting() and "_asyncloader_state" not in known and known.get("_asyncloader_maker") == os.getpid():
-            warn_if_replaced(self)
 
 
 async def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

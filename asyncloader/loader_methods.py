@@ -6,15 +6,16 @@ Data path: none. A loader says where its options are, and which workers it has; 
 from __future__ import annotations
 
 import os
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
+from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_text, diagnose_run, explain
-from asyncloader.loader_dashboard import LoaderDashboard
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
@@ -40,10 +41,57 @@ class LoaderState:
         self.statistics = Statistics()
         self.keeper = keeper
         self.closed = False
-        self.dashboard = LoaderDashboard()
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
         self.iterators: LiveObjects[Any] = LiveObjects()
         self.newest: weakref.ref[Any] | None = None
+        self._view: Dashboard | None = None
+        self._view_lock = self.owner, threading.Lock()
+
+    def open_view(self, loader: Any, read: Callable[[Any], Reading], port: int) -> Dashboard | None:
+        """Return the loader's view, with its page at this port; None: the loader was closed meanwhile."""
+        from asyncloader.live.dashboard import Dashboard
+
+        with self._one_view():
+            view = self._view
+            if view is None or not view.open:
+                self._view = view = Dashboard(loader, read, self.statistics)
+            # Behind the assignment: `close` sets this before it looks at the view.
+            if self.closed:
+                view.close()
+                return None
+            view.serve_page(port)
+        return view
+
+    def watch(self, loader: Any, read: Callable[[Any], Reading]) -> None:
+        """Open the view without a page, unless it is open or the loader was closed. For ``ASYNCLOADER_TOP=1``."""
+        if self._view is not None or self.closed:
+            return
+        from asyncloader.live.dashboard import watch
+
+        with self._one_view():
+            if self._view is None:
+                self._view = watch(loader, read, self.statistics)
+            if self.closed and self._view is not None:
+                self._view.close()
+
+    def _one_view(self) -> threading.Lock:
+        # A forked child may inherit a lock that a thread held: it has one of its own.
+        if self._view_lock[0] != os.getpid():
+            self._view_lock = os.getpid(), threading.Lock()
+        return self._view_lock[1]
+
+    def endings(self, spec: LoaderSpec[Any]) -> list[Callable[[], object]]:
+        """What ends, once the iterators have, of a loader that is closed. Each may block for some seconds."""
+        rings, found = kept_rings_of(spec), list[Callable[[], object]]()
+        if self._view is not None:
+            found.append(self._view.close)
+        if rings:
+            found.append(rings.close)
+        if self.keeper.grouped:
+            found.append(self.keeper.retire_group)
+        if self.statistics.trace is not None:
+            found.append(self.statistics.finish_trace)
+        return found
 
     def iterator(self) -> Any:
         """The newest iterator, if it lives."""
@@ -72,6 +120,30 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         """Where the newest iterator stands, in words."""
         state = self._asyncloader_state
         return "closed" if state.closed else state.keeper.place
+
+    def _asyncloader_began(self, iterator: Any, end: Callable[[], object]) -> None:
+        """Take note of a new iterator, which `end` ends.
+
+        Raises:
+            LoaderClosed: the loader was closed meanwhile.
+        """
+        state = self._asyncloader_state
+        state.iterators.add(iterator)
+        # `close`, in another thread, may have looked at the iterators before this one was among them.
+        if state.closed:
+            end()
+            raise self._asyncloader_closed()
+        if os.environ.get("ASYNCLOADER_TOP") == "1":
+            state.watch(self, LoaderMethods._asyncloader_watched)
+
+    def _asyncloader_newest(self, iterator: Any) -> None:
+        """Take note of a new iterator of ours, whose position is the loader's."""
+        state = self._asyncloader_state
+        state.newest = weakref.ref(iterator)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
+
+            watch_ranks(self._asyncloader_spec, state.statistics)
 
     def _asyncloader_closed(self) -> LoaderClosed:
         return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")
@@ -210,7 +282,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         """
         state, opened = self._asyncloader_state, None
         if not state.closed:
-            opened = state.dashboard.open(self, LoaderMethods._asyncloader_watched, state.statistics, port)
+            opened = state.open_view(self, LoaderMethods._asyncloader_watched, port)
         if opened is None:
             raise self._asyncloader_closed()
         return opened

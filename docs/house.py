@@ -24,7 +24,7 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # runs, is not counted.
 FLOORS = [
     "errors cpus process_hooks shielding sizes socket_folder version workers.ipc",
-    "telemetry tracing events bridge formats transports workers.memory never_iterated",
+    "telemetry tracing events bridge formats transports workers.memory",
     "workers.fetch ranks transports.testing",
     "samplers shared sources workers",
     "delivery packing remote service workers.threads",
@@ -34,7 +34,7 @@ FLOORS = [
     "options",
     "state",
     "epoch",
-    "explain loader_dashboard worker_trial",
+    "explain worker_trial",
     "live loader_methods",
     "loader async_loader",
     "stateful_loader writing",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import re
 import types
 import warnings
@@ -31,7 +30,6 @@ from typing_extensions import TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.never_iterated import taken
 from asyncloader.options.auto import AutoWorkers, check_choice, choice_of, first_number, is_auto, makes_threads
 from asyncloader.options.checks import (
     ABOUT_DATASET,
@@ -294,7 +292,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
             # Not left in the instance: in the class, `AskedAttribute` asks a node.
             attributes = {name: vars(self).pop(name) for name in DEPENDING}
             vars(self)["_asyncloader_unknown"] = Unknown(arguments, options_about_dataset(), attributes)
-        self.__dict__["_asyncloader_maker"] = os.getpid()  # the process that made it; None in copies
+        self.__dict__["_asyncloader_made"] = True  # our options are fixed from here on
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:
         """Check the arguments, and set the attributes."""
@@ -422,7 +420,7 @@ def _for_torch(arguments: dict[str, Any]) -> dict[str, Any]:
     elif seeded or given["seed"] is None:
         for name in ("sampler", "batch_sampler"):
             if given[name] is not None:
-                given[name] = with_seeded_draws(taken(given[name]), given["seed"])
+                given[name] = with_seeded_draws(given[name], given["seed"])
     return given
 
 

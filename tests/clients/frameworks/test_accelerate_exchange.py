@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +12,8 @@ from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderShard, SkipDataLoader
 
 import asyncloader
-from asyncloader import NeverIteratedWarning
 from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
-from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
+from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given
 from tests.helpers.comparing import assert_same
 
@@ -149,31 +146,6 @@ def test_plain_prepare_gives_right_batches() -> None:
     plain: Any = accelerator().prepare(OURS(Rows(36), 8, shuffle=True, num_workers=2, **OWN))
     assert not isinstance(plain.base_dataloader, OURS)
     assert_same(epochs(plain), epochs(stock))
-
-
-def test_plain_prepare_warns_when_its_loader_is_iterated() -> None:
-    """The stock loader that Accelerate made warns at its first batch, once, and the warning names the integration."""
-    plain: Any = OURS(Rows(36), 8, num_workers=2)
-    plain = accelerator().prepare(plain)
-    with pytest.warns(NeverIteratedWarning, match="was never iterated.*asyncloader.integrations"):
-        assert len(list(plain)) == 5
-    assert len(list(plain)) == 5
-
-
-def test_prepare_with_the_integration_does_not_warn() -> None:
-    """With the integration the user's own object is dropped before the first batch without a warning."""
-    loader = OURS(Rows(36), 8)
-    shard = prepared(loader)
-    gc.collect()  # loaders of earlier tests may warn now
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", NeverIteratedWarning)
-        del loader
-        gc.collect()
-        assert len(list(shard)) == 5
-    assert not [w for w in caught if issubclass(w.category, NeverIteratedWarning)]
-
-
-# -------------------------------------------------------------------------------------------- install
 
 
 def test_install_makes_accelerate_make_ours() -> None:

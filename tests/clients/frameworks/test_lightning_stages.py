@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers.logger import Logger
 
-from asyncloader import NeverIteratedWarning, Tuning
+from asyncloader import Tuning
 from asyncloader.integrations.lightning import LoaderCallback
 from tests.clients.frameworks.helping import Rows, batches_given, seed_all
 from tests.clients.frameworks.lightning_runs import OURS, STOCK, Recorder, Validated, fit, trainer
@@ -81,18 +79,6 @@ def test_predict_gives_torchs_predictions() -> None:
         model = Recorder()
         runs.append((trainer().predict(model, make(Rows(20), 8, num_workers=2)), model.seen["predict"]))
     assert_same(runs[1], runs[0])
-
-
-def test_never_iterated_does_not_warn() -> None:
-    """`predict` never iterates the user's own object, but another object of our class: no warning is given."""
-    loader = OURS(Rows(20), 8)
-    run = trainer()
-    run.predict(Recorder(), loader)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", NeverIteratedWarning)
-        del loader
-        gc.collect()
-    assert not [w for w in caught if issubclass(w.category, NeverIteratedWarning)]
 
 
 class Module(LightningDataModule):

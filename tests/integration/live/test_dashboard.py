@@ -234,7 +234,7 @@ def test_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         opened.close()
         assert opened.latest is not None
         assert opened.latest["name"] == "DataLoader of Numbers"
-        board = loader._asyncloader_state.dashboard._dashboard
+        board = loader._asyncloader_state._view
         assert board is not None
         assert not board.url
         assert len([*batches]) == 8
