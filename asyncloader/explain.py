@@ -90,7 +90,6 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
     # A copy, in one step: the loop's thread may add to them.
     lines += [] if config.auto is None else [f"num_workers: {words}" for words in list(config.auto.decisions)]
     lines += _waiting(statistics)
-    lines += [] if statistics.watch is None else statistics.watch.lines()
     lines.append(diagnose_run(spec, statistics).text)
     return "\n".join(lines)
 

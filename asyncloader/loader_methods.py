@@ -138,12 +138,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
 
     def _asyncloader_newest(self, iterator: Any) -> None:
         """Take note of a new iterator of ours, whose position is the loader's."""
-        state = self._asyncloader_state
-        state.newest = weakref.ref(iterator)
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
-
-            watch_ranks(self._asyncloader_spec, state.statistics)
+        self._asyncloader_state.newest = weakref.ref(iterator)
 
     def _asyncloader_closed(self) -> LoaderClosed:
         return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from time import perf_counter, process_time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -36,17 +36,6 @@ _LOOK_S = 0.05  # between two looks at the CPU time
 # Noted times of a stage that are worth a count. Behind a step of 10 ms it takes 0.1 ms for each stage, however few
 # there are, as nothing of it is in the CPU's caches.
 _WORTH_COUNTING = 256
-
-
-class Watch(Protocol):
-    """Compares the loader with those on other ranks: `ranks.watch`."""
-
-    def look(self, now: float, statistics: Statistics) -> None:
-        """Called every now and then while batches are delivered."""
-
-    def lines(self) -> list[str]:
-        """The comparison in words."""
-        ...
 
 
 class Statistics(LoaderFigures):
@@ -84,7 +73,6 @@ class Statistics(LoaderFigures):
         "trace",
         "untold",
         "waiting_since",
-        "watch",
         "worker_s",
     )
 
@@ -102,7 +90,6 @@ class Statistics(LoaderFigures):
         self.silent: set[str] = set()  # stores that workers say do not answer
         self.look_closely_at = 0.0  # when to measure a batch without workers more closely; of all epochs
         self.waiting_since: float | None = None  # the consumer waits for a batch since then
-        self.watch: Watch | None = None  # on several ranks
         self.trace: Recording | None = None  # while the loader is traced
         self.recorder = Recorder()
         """Counts and times of the main process's work for this loader."""
@@ -287,8 +274,6 @@ class Statistics(LoaderFigures):
         used, self._cpu_mark = self._cpu_mark, process_time()
         self.main_cpu_s += self._cpu_mark - used
         self.recorder.count_noted(_WORTH_COUNTING)
-        if self.watch is not None:
-            self.watch.look(now, self)
         if self.untold and self.elapsed_s >= _FIRST_S:
             self.untold = False
             if self.tell is not None and self.wait_s > self.elapsed_s / 2:
@@ -298,13 +283,9 @@ class Statistics(LoaderFigures):
 
     def blocks(self) -> dict[int, Sequence[float]]:
         """What each worker has counted, by its number; -1: the main process."""
-        return {worker: block.tolist() for worker, block in self.arrays().items()}
-
-    def arrays(self) -> dict[int, np.ndarray[Any, np.dtype[np.float64]]]:
-        """`blocks` as copies in arrays."""
         with self._lock:
-            workers = {worker: each.total() for worker, each in sorted(self._workers.items())}
-        return {-1: self._main_block(), **workers}
+            workers = {worker: each.total().tolist() for worker, each in sorted(self._workers.items())}
+        return {-1: self._main_block().tolist(), **workers}
 
     def slow_samples(self) -> SlowFigures:
         """What is known of single samples, of all processes."""

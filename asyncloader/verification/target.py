@@ -5,14 +5,12 @@ Data path: module:make_loader -> [target] -> runs, causes. In the processes of `
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
-import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,16 +36,11 @@ class CannotVerify(ValueError):
     """The target makes no loader that can be verified. The text says why."""
 
 
-class ReadAtImport(BaseException):  # no handler of the module's takes it
-    """A loader was read while the user's module was being imported."""
-
-
 def import_target(target: str) -> Callable[[], Any]:
     """Import the function that ``"module:name"``, or ``"file.py:name"``, names.
 
     Raises:
-        CannotVerify: the function does not exist, or it needs arguments.
-        ReadAtImport: the module reads a loader while it is imported.
+        CannotVerify: the function does not exist.
         Exception: whatever the module raises.
     """
     module_name, _, name = target.rpartition(":")
@@ -57,25 +50,14 @@ def import_target(target: str) -> Callable[[], Any]:
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         folder, module_name = file.parent, file.stem
-        if not os.path.isfile(file):  # noqa: PTH113 - which takes any name
-            raise CannotVerify(f"{target!r}: there is no file {file}")
-        if "." in module_name:
-            raise CannotVerify(
-                f"{target!r}: no import can name {file.name}, as it has a dot before .py: rename the file"
-            )
-    elif module_name.startswith("."):
-        raise CannotVerify(f"{target!r} is relative: give the whole name of the module, or file.py:make_loader")
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     try:
-        with _no_loader_read():
-            found: Any = importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise CannotVerify(
-            f"{target!r}: there is no module {error.name!r} in {folder} or among the installed"
-        ) from error
+        raise CannotVerify(f"{target!r}: {folder} and Python's path have no module {error.name!r}") from error
     other = getattr(found, "__file__", None)
     if file is not None and (other is None or Path(other).resolve() != file):
         where = other or "a module of Python itself"
@@ -84,41 +66,6 @@ def import_target(target: str) -> Callable[[], Any]:
         if not hasattr(found, part):
             raise CannotVerify(f"{target!r}: {getattr(found, '__name__', found)} has no {part!r}")
         found = getattr(found, part)
-    return _without_arguments(found, target)
-
-
-@contextlib.contextmanager
-def _no_loader_read() -> Generator[None]:
-    """Context in which reading a loader raises `ReadAtImport`."""
-    kind: Any = torch.utils.data.DataLoader
-    plain = kind.__iter__
-
-    def refuse(_: Any) -> Any:
-        raise ReadAtImport(
-            "a loader is read while the module is imported, as every spawned worker does again: put all but imports, "
-            'classes and functions under `if __name__ == "__main__":`'
-        )
-
-    kind.__iter__ = refuse
-    try:
-        yield
-    finally:
-        kind.__iter__ = plain
-
-
-def _without_arguments(found: Any, target: str) -> Callable[[], Any]:
-    """Return a function that can be called without arguments. Raises CannotVerify: it cannot."""
-    if not callable(found):
-        raise CannotVerify(f"{target!r} is a {type(found).__name__}: give a function that returns a loader")
-    try:
-        given = inspect.signature(found).parameters.values()
-    except (ValueError, TypeError):  # of a function in C
-        raise CannotVerify(f"{target!r} is a built-in: give a function of yours that returns a loader") from None
-    if needed := [p.name for p in given if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]:
-        raise CannotVerify(
-            f"{target!r} needs arguments: {', '.join(needed)}. Give a function without any, which calls it with those "
-            "to be verified"
-        )
     return found  # type: ignore[no-any-return]
 
 
@@ -138,20 +85,10 @@ def make_loader(make: Callable[[], Any], ambient: int) -> torch.utils.data.DataL
     loader: Any = make()
     if inspect.iscoroutine(loader):
         loader = run_in_thread(loader)
-    given = loader
     if isinstance(loader, AsyncDataLoader):
         loader = loader._spec
     if not isinstance(loader, torch.utils.data.DataLoader):
-        if given is None:
-            raise CannotVerify("the function returned None: let it return the loader")
-        why = ""
-        if hasattr(given, "__next__") or hasattr(given, "__anext__"):
-            why = ": return the loader, not an iterator over it"
-        elif isinstance(given, type):
-            why = f": call the class {given.__name__}, and return the loader"
-        elif type(given).__name__ == "DataLoader2":
-            why = ": give a DataLoader its graph of datapipes, and return that"
-        raise CannotVerify(f"the function returned a {type(given).__name__}, which is not a DataLoader{why}")
+        raise CannotVerify(f"the function returned a {type(loader).__name__}: let it return a DataLoader")
     if isinstance(loader, LoaderSpec) and loader._asyncloader_options.workers not in (None, "threads"):
         raise CannotVerify("the loader's workers are a service: give a loader whose workers are processes")
     return loader

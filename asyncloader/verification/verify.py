@@ -9,14 +9,14 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification.causes import Causes, SearchJob
 from asyncloader.verification.disturbances import Disturbance, LoaderFacts, disturbances
-from asyncloader.verification.interpreter import Interpreter, ServerEnded
 from asyncloader.verification.runs import Batch, LookJob, RunJob, RunResult
+from asyncloader.verification.server import Interpreter, ServerEnded
 from asyncloader.verification.user_code import UserFailure
 
 MOST_BATCHES = 24
@@ -28,33 +28,23 @@ _SEARCHED = 3  # batches that are read to see which handles samples use
 _HASH_SEEDS = 1, 2
 
 
-class _Repeat(NamedTuple):
-    """An undisturbed run that is made again, and why its batches may differ."""
-
-    seen: str
-    why: str
-    advice: str
-    elsewhere: bool = True
-    ambient: bool = False
-
-
+# Undisturbed runs that are made again: where, why their batches may differ, what to do. The first is made by the same
+# process, the others by one with another hash seed, the last with other states of its generators.
 _REPEATS = (
-    _Repeat(
+    (
         "in a second run",
         "it depends on the clock, on entropy, or on a generator without a seed",
         f"leave the clock out of samples; {verdict.OWN_GENERATOR}",
-        elsewhere=False,
     ),
-    _Repeat(
+    (
         "in another process",
         "it depends on the order of a set, on hash() of a text, or on what the module drew or asked at its import",
         "sort a set before its order counts, take zlib.crc32() for hash(), and give generators a seed",
     ),
-    _Repeat(
+    (
         "where random, numpy.random and torch are in other states",
         "it draws from one of them",
         verdict.OWN_GENERATOR,
-        ambient=True,
     ),
 )
 
@@ -84,20 +74,6 @@ def verify(target: str, *, seed: int = 0, seconds: float = 60.0) -> Iterator[Fin
         yield from Verification(here, elsewhere, seed, seconds).findings()
 
 
-def import_problem(interpreter: Interpreter, seconds: float) -> Finding | None:
-    """Wait for the import of the module. Returns why it cannot be used; None: it can.
-
-    Raises:
-        ValueError: the function does not exist.
-    """
-    try:
-        failure = interpreter.ready(seconds)
-    except ServerEnded as error:
-        text = f"importing the module ended its process, or took too long: {error}"
-        return Finding("import", "problem", text, "a module must only define its functions when it is imported")
-    return None if failure is None else verdict.broken("import", failure, "importing the module")
-
-
 class Verification:
     """One verification. Interpreters may serve several, one after the other.
 
@@ -121,12 +97,13 @@ class Verification:
         """Yield the findings."""
         try:
             for interpreter in (self._here, self._elsewhere):
-                if (failed := import_problem(interpreter, self._cap)) is not None:
-                    yield failed
+                if (failure := interpreter.ready(self._cap)) is not None:
+                    yield verdict.broken("import", failure, "importing the module")
                     return
             yield from self._verified()
         except ServerEnded as error:
-            yield Finding("process", "problem", str(error), "the module's code ended its process, or holds it up")
+            advice = "its code has ended the process, or holds it up: a module should only define functions"
+            yield Finding("process", "problem", str(error), advice)
 
     def _run(self, *, elsewhere: bool = False, **job: Any) -> RunResult:
         # The number of batches bounds a run that is compared: it is not to be cut off while its workers are started.
@@ -205,10 +182,11 @@ class Verification:
         """Run again: in the same process, in one with another hash seed, then with other states of its generators.
         Returns what differs, and whether disturbed runs can be compared.
         """
-        for again in _REPEATS:
-            result = self._run(**self._base, elsewhere=again.elsewhere, ambient=int(again.ambient))
+        for again, (seen, why, advice) in enumerate(_REPEATS):
+            ambient = again == len(_REPEATS) - 1
+            result = self._run(**self._base, elsewhere=again > 0, ambient=int(ambient))
             if result.failure is not None:
-                return verdict.broken("repeated run", result.failure, f"the same run {again.seen}"), False
+                return verdict.broken("repeated run", result.failure, f"the same run {seen}"), False
             number, got = verdict.difference(self._expected, result.batches), len(result.batches)
             fields = "all"
             if number is not None:
@@ -216,9 +194,8 @@ class Verification:
             elif (result.ended and got < len(self._expected)) or got > len(self._expected):
                 number = min(got, len(self._expected))
             if number is not None:
-                text = f"{again.seen}: {again.why}"
-                found = verdict.differs(number, fields, text, again.advice)._replace(name="repeated run")
-                if not again.ambient:
+                found = verdict.differs(number, fields, f"{seen}: {why}", advice)._replace(name="repeated run")
+                if not ambient:
                     return found, False
                 # Draws of concurrent samples also depend on timing.
                 return self._ambient(found, number), not self._facts.asynchronous

@@ -28,7 +28,6 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 from asyncloader import Recovery
 from asyncloader.ranks import process_group
 from asyncloader.ranks.process_group import destroy_unused
-from tests.helpers import straggling
 from tests.helpers.declared_ranks import Declared
 from tests.helpers.fixed_ranks import Fixed
 from tests.helpers.listing_ranks import Listing
@@ -338,16 +337,6 @@ class Place(Listing, Declared, Fixed):
             sampler.set_epoch(epoch)
             found.append([batch.tolist() for batch in loader])
         return found
-
-    # ------------------------------------------------------------------------------------------- waiting
-
-    def train(self, straggler: int, stage: str, **options: Any) -> tuple[list[str], str]:
-        """See `straggling.train`."""
-        return straggling.train(self.rank, straggler, stage, **options)
-
-    def read_apart(self, steps: list[int | None], **options: Any) -> list[str]:
-        """See `straggling.read_apart`."""
-        return straggling.read_apart(self.rank, steps, **options)
 
     # ------------------------------------------------------------------------------------------- the group
 

