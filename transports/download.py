@@ -7,9 +7,8 @@ response understood is up to its subclasses, `HttpDownload` and `StoreDownload`.
 transport that all networks share.
 
 *One version.* A download that breaks continues where it broke, if the validator of the new answer proves that the
-object is unchanged: a server may ignore ``If-Range``. Without such a proof it begins again. A read has returned nothing
-yet, so it takes the object as it is now. A stream drops the bytes that it has returned already, and continues if their
-digest is the same: then all of its bytes are of the version that is read now. Otherwise it raises.
+object is unchanged: a server may ignore ``If-Range``. Without such a proof a read begins again, with the object as it
+is now, and a stream that has returned bytes raises.
 
 *A slow peer.* A response that brings fewer than `min_bytes_per_s` over `SLOW_S` seconds of waiting is given up, like a
 response that stalls: a server that sends a byte now and then would keep a read going for ever. Only waiting for the
@@ -23,7 +22,6 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from hashlib import sha256
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
@@ -49,7 +47,8 @@ _CHANGED = (
     "mixed. Read it again, and write objects under new names instead of replacing them"
 )
 _PROGRESS = 1 << 16  # bytes after which the budget of the retries starts again: `Attempts.progressed`
-_NO_PROGRESS = frozenset({"slow", "changed"})  # failures that would otherwise be retried for ever
+_NO_PROGRESS = frozenset({"slow", "changed", "unproved"})  # failures that would otherwise be retried for ever
+_ANEW = frozenset({"changed", "unproved"})  # failures after which a read begins again
 
 _K = TypeVar("_K", bound=NetworkClient[Any])
 
@@ -91,12 +90,8 @@ class Download(ABC, Generic[_K]):
         self._attempts: Attempts | None = None
         self._paused_at = 0.0
         self._requested = 0.0  # when it got that slot
-        self._queued_s = 0.0  # time spent waiting for a slot since the last failure: not part of an outage
         self._parts: list[bytes] = []
         self._skip = 0  # bytes of this response that lie before the position
-        self._anew = False  # the next request begins at the start, because the version of a later byte was not proved
-        self._given: Any = None  # digest of the bytes returned by `part`, where no validator identifies them
-        self._compared: Any = None  # digest of the same bytes of this response, while they are skipped
         self._waited_s = 0.0  # for the network, since the rate was last checked
         self._waited_bytes = 0
 
@@ -119,8 +114,8 @@ class Download(ABC, Generic[_K]):
         if self._attempts is not None:
             # Time that the caller spent between two calls is not part of the outage.
             self._attempts.paused(asyncio.get_running_loop().time() - self._paused_at)
-        data = await self._run(lambda scope: self._next(scope, most), keep=True)
-        self._remember(data)
+        data = await self._run(lambda scope: self._next(scope, most))
+        self._returned = self._position
         self._paused_at = asyncio.get_running_loop().time()
         return data
 
@@ -146,15 +141,6 @@ class Download(ABC, Generic[_K]):
     def _drop(self) -> None:
         """Drop the response, if any."""
 
-    def _restart(self) -> None:
-        """Start again, with the version that the object has now."""
-        self._anew = False
-        self._given = None
-        self._position = self._mark = self._start
-        self._end = None if self._length is None else self._start + self._length
-        self.version = None
-        self._parts.clear()
-
     def _finish(self) -> None:
         """Note that all bytes were returned."""
         self._done = True
@@ -171,53 +157,44 @@ class Download(ABC, Generic[_K]):
         if self._position == self._end:
             self._finish()
         elif self._position == self._until:
-            # Without a validator, only the same bytes once more prove that those behind them are of this version.
-            self._anew = self._anew or self.version is None or not self.version.validator
             self.close()
 
     # --- common to all subclasses
 
-    async def _run(self, step: Callable[[Scope], Awaitable[_R]], *, keep: bool = False) -> _R:
-        """Repeat `step` until it succeeds or must not be retried. `keep`: the caller has the bytes so far."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        self._queued_s = 0.0
-        while True:
-            try:
-                async with self._client.scope() as scope:
-                    return await step(scope)
-            except BaseException as error:
-                try:
-                    failed = self._classify_error(error)
-                finally:
-                    # The slot is not held during the delay below: other requests may need it.
-                    self.close()
-                if failed is None:
-                    raise
-                given = self._returned > self._start
-                if given and self.version is None:  # the whole object does not have the digest that was declared for it
-                    note = f"{self._returned - self._start:,} bytes were given already"
-                    raise self._client.failure(self._path, failed, note) from failed.cause
-                if keep:
-                    self._position = self._returned
-                # Only with a validator can the next answer prove that it continues this version: without, the download
-                # begins again, and a stream compares the bytes.
-                proved = self.version is not None and self.version.validator is not None
-                self._anew = self._anew or not proved
-                if self._attempts is None:
-                    self._attempts = self._client.attempts(began)
-                self._attempts.paused(self._queued_s)
-                self._queued_s = 0.0
-                progress = self._position - self._mark if failed.kind not in _NO_PROGRESS else 0
-                if (proved or given) and progress >= _PROGRESS:
-                    self._attempts.progressed(loop.time())
-                    self._mark = self._position
-                delay = self._client.judge(self._path, failed, self._attempts, loop.time())
-            if not given and (self._anew or self._position == self._start):
-                self._restart()
-            else:
-                self._client.counts.resume()
-            await self._client.sleep(delay)
+    async def _run(self, step: Callable[[Scope], Awaitable[_R]]) -> _R:
+        """Repeat `step` until it succeeds or must not be retried."""
+        return await self._client.until_done(
+            self._path, step, self._classify, recover=self._recover, attempts=self._attempts
+        )
+
+    def _classify(self, error: BaseException) -> RequestFailed | None:
+        try:
+            return self._classify_error(error)
+        finally:
+            # The slot is not held during the delay that follows: other requests may need it.
+            self.close()
+
+    def _recover(self, failed: RequestFailed, attempts: Attempts) -> None:
+        """Prepare the next request: for the bytes behind those that arrived, or for all."""
+        self._attempts = attempts
+        given = self._returned > self._start
+        # Only with a validator can the next answer prove that it continues this version.
+        proved = self.version is not None and self.version.validator is not None
+        if given and not proved and failed.retryable:
+            failed.retryable, failed.final = False, self._changed(failed.text)
+        if proved and failed.kind not in _NO_PROGRESS and self._position - self._mark >= _PROGRESS:
+            attempts.progressed(asyncio.get_running_loop().time())
+            self._mark = self._position
+        if given:
+            self._position = self._returned
+        elif not proved or failed.kind in _ANEW or self._position == self._start:
+            # Nothing has reached the caller: the object is read as it is now.
+            self._position = self._mark = self._start
+            self._end = None if self._length is None else self._start + self._length
+            self.version = None
+            self._parts.clear()
+        if failed.retryable and self._position > self._start:
+            self._client.counts.resume()
 
     async def _wait(self, arriving: Awaitable[bytes], most_s: float) -> bytes:
         """Wait for the next bytes of a response, and measure its rate. A wait counts as `most_s` seconds at most: after
@@ -244,42 +221,25 @@ class Download(ABC, Generic[_K]):
         """Check that a response, whose bytes begin at `first`, continues the bytes that were returned so far.
 
         Raises:
-            RequestFailed: its version is not proved; the next attempt begins again.
+            RequestFailed: its version is not proved, and nothing was returned yet; the next attempt begins again.
             ReadFailed: it is of another version, or the version cannot be proved.
         """
         self._waited_s, self._waited_bytes = 0.0, 0
-        self._skip, self._compared = self._position - first, None
+        self._skip = self._position - first
         if self.version is None:
+            if self._stop is not None and version.validator is None:
+                # Nothing could prove that the bytes behind the stop are of this version: all are asked for at once.
+                self._stop = None
+                raise RequestFailed("unproved", "nothing identifies the version")
             self.version = version
-            return
-        if self.version.differs(version):
+        elif not self.version.proves(version):
             raise self._changed_error()
-        if self.version.proves(version):
-            return
-        if first == self._position:
-            self._anew = True
-            raise RequestFailed.unproved()
-        if self._given is None:
-            raise self._changed_error()
-        self._compared = sha256(usedforsecurity=False)
 
     def _drop_skipped(self, data: bytes) -> bytes:
-        """Return the part of the arrived bytes that lies after the position, and compare the part before it.
-
-        Raises:
-            ReadFailed: the bytes that were returned before have changed.
-        """
-        if not self._skip:
-            return data
-        skipped = data[: self._skip]
-        if self._compared is not None:
-            # Bytes before the start, of a server that ignores ranges, were never returned.
-            before = max(0, self._skip - (self._position - self._start))
-            self._compared.update(skipped[before:])
-        self._skip -= len(skipped)
-        if not self._skip and self._compared is not None and self._compared.digest() != self._given.digest():
-            raise self._changed_error()
-        return data[len(skipped) :]
+        """Return the part of the arrived bytes that lies after the position."""
+        dropped = min(self._skip, len(data))
+        self._skip -= dropped
+        return data[dropped:]
 
     def _advance(self, nbytes: int) -> None:
         """Note that the next bytes of the object have arrived."""
@@ -288,21 +248,13 @@ class Download(ABC, Generic[_K]):
 
     def _changed_error(self) -> ReadFailed | RequestFailed:
         """Make the error for another version of the object; if nothing was returned yet, it is read from its start."""
-        # Nothing has reached the caller: the new version may be read as a whole, and only a stream must fail.
         if self._returned == self._start:
-            self._anew = True
-            return RequestFailed("changed", "the object changed while it was read")
-        return ReadFailed(
-            f"reading {self._path!r} failed: {self._client.where(self._path)}: {_CHANGED}", path=self._path
-        )
+            return RequestFailed("changed", "the object changed while it was read, or its answer names no version")
+        return self._changed("")
 
-    def _remember(self, data: bytes) -> None:
-        """Note that a stream returns these bytes. Computes their digest if no validator identifies them."""
-        self._returned = self._position
-        if self.version is not None and not self.version.validator:
-            if self._given is None:
-                self._given = sha256(usedforsecurity=False)
-            self._given.update(data)
+    def _changed(self, why: str) -> ReadFailed:
+        where = f"{self._client.where(self._path)}: {why}{'; ' if why else ''}"
+        return ReadFailed(f"reading {self._path!r} failed: {where}{_CHANGED}", path=self._path)
 
     async def _read_all(self, scope: Scope) -> None:
         while not self._done and (data := await self._next(scope, 0)):
@@ -313,13 +265,7 @@ class Download(ABC, Generic[_K]):
         semaphore that belongs to this loop.
         """
         slots = self._client.slots
-        if slots.locked():
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            await slots.acquire()
-            self._queued_s += loop.time() - began
-        else:
-            await slots.acquire()  # does not wait
+        await slots.acquire()
         self._slots = slots
         self._requested = perf_counter()
         count("requests")

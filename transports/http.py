@@ -49,11 +49,10 @@ class HttpTransport(NetworkTransport[HttpClient]):
             the consumer takes does not count. Default 1024, less than any usable link has; 0: no least rate.
         encoded: accept a body with a ``Content-Encoding`` as the object's bytes, without decoding it. Default False:
             refuse it, because sizes and ranges would refer to other bytes than the object's.
-        verify: compare whole objects with the digest that the server declares (``Repr-Digest``, ``x-goog-hash``,
-            ``Content-MD5``), if any. Default True.
+        verify: removed; digests that a server declares are not compared.
 
     Raises:
-        TypeError: `retry` is no policy, `headers` no mapping and no function, or a number is none.
+        TypeError: `retry` is no policy, `headers` no mapping and no function, or a number is none; `verify` is given.
         ValueError: the URL is no http or https URL, or a number is out of bounds.
         InvalidPath: `listing` is not a canonical path.
     """
@@ -73,8 +72,10 @@ class HttpTransport(NetworkTransport[HttpClient]):
         stalled_s: float = 30.0,
         min_bytes_per_s: float = 1024.0,
         encoded: bool = False,
-        verify: bool = True,
+        verify: bool | None = None,
     ) -> None:
+        if verify is not None:
+            raise TypeError("verify= was removed: compare digests of your own in decode=, and leave verify= out")
         _check_root(root)
         check_limits(requests, min_bytes_per_s, connect_s=connect_s, first_byte_s=first_byte_s, stalled_s=stalled_s)
         if not (headers is None or callable(headers) or isinstance(headers, Mapping)):
@@ -91,7 +92,6 @@ class HttpTransport(NetworkTransport[HttpClient]):
             "stalled_s": stalled_s,
             "min_bytes_per_s": min_bytes_per_s,
             "encoded": encoded,
-            "verify": verify,
         }
         super().__init__(self._client_type(root, options, self.range_gap), root, {"listing": listing, **options})
         self._listing = listing

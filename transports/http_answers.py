@@ -1,4 +1,4 @@
-"""Interprets the heads of HTTP responses: versions, ranges, digests and statuses. Pure.
+"""Interprets the heads of HTTP responses: versions, ranges and statuses. Pure.
 
 Data path: http_client, http_download -> [http_answers].
 
@@ -8,8 +8,6 @@ because userinfo and query strings contain passwords and signatures.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -22,9 +20,7 @@ Headers = Mapping[str, str]
 """Header names to values; the caller's mapping ignores the case of names."""
 
 _CONTENT_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18}|\*)", re.IGNORECASE)
-_REPR_DIGEST = re.compile(r"(sha-256|sha-512)=:([A-Za-z0-9+/=]+):")
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
-_GOOGLE_MD5 = re.compile(r"(?:^|[ ,])md5=([A-Za-z0-9+/=]+)")
 
 # RFC 9110 section 8.8.2.2: a date is a strong validator if the response was made at least a second after it. A minute,
 # as in RFC 7232, allows for differing clocks.
@@ -83,25 +79,6 @@ def foreign_encoding(headers: Headers) -> str | None:
     return None if value.lower() in {"", "identity"} else value
 
 
-def declared_digest(headers: Headers) -> tuple[str, bytes] | None:
-    """Return the digest of the whole body that the server declares: hashlib's name and the value.
-
-    The first of ``Repr-Digest`` (RFC 9530; sha-256, sha-512), ``x-goog-hash`` (md5) and ``Content-MD5``. Google's
-    digest is of the stored bytes: if Google decompresses them for the response, it is ignored.
-    """
-    # Most answers declare none.
-    if (declared := headers.get("Repr-Digest")) and (match := _REPR_DIGEST.search(declared)):
-        name = match[1].replace("-", "")
-        return _digest(name, match[2], 32 if name == "sha256" else 64)
-    if declared := headers.get("x-goog-hash"):
-        stored = headers.get("x-goog-stored-content-encoding", "").strip().lower()
-        as_stored = stored in {"", "identity", headers.get("Content-Encoding", "").strip().lower()}
-        if as_stored and (match := _GOOGLE_MD5.search(declared)):
-            return _digest("md5", match[1], 16)
-    declared = headers.get("Content-MD5")
-    return _digest("md5", declared.strip(), 16) if declared else None
-
-
 def safe_url(url: str) -> str:
     """Return the URL without what may be secret: userinfo, the values of its query, and the fragment."""
     try:
@@ -128,14 +105,6 @@ def status_error(status: int, reason: str | None, url: str, path: str, note: str
     if status in {401, 403, 407, 451}:
         return AccessDenied(f"no permission to read {path!r}: {answer}", path=path)
     return ReadFailed(f"reading {path!r} failed: {answer}", path=path)
-
-
-def _digest(name: str, encoded: str, length: int) -> tuple[str, bytes] | None:
-    try:
-        value = base64.b64decode(encoded, validate=True)
-    except (binascii.Error, ValueError):
-        return None
-    return (name, value) if len(value) == length else None
 
 
 def _seconds_between(earlier: str, later: str) -> float:

@@ -16,25 +16,19 @@ from __future__ import annotations
 import base64
 import inspect
 import os
-import socket
-import ssl
-import time
 from collections.abc import Awaitable, Callable, Mapping
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from asyncloader.bridge import in_thread
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, safe_url, status_error, version_of
 from asyncloader.transports.network_client import NetworkClient
 from asyncloader.transports.object_version import Version
-from asyncloader.transports.retry import RequestFailed, asked_delay, is_retryable
+from asyncloader.transports.retry import RequestFailed, asked_delay
 
 if TYPE_CHECKING:
     import aiohttp
-    from aiohttp.abc import AbstractResolver, ResolveResult
     from yarl import URL
 
     Response: TypeAlias = aiohttp.ClientResponse
@@ -77,7 +71,6 @@ class HttpClient(NetworkClient["aiohttp.ClientSession"]):
         self.first_byte_s: float = options["first_byte_s"]
         self.stalled_s: float = options["stalled_s"]
         self.encoded: bool = options["encoded"]
-        self.verify: bool = options["verify"]
         self.range_gap = range_gap
         headers: HeaderSource | None = options["headers"]
         self._connect_s: float = options["connect_s"]
@@ -122,7 +115,9 @@ class HttpClient(NetworkClient["aiohttp.ClientSession"]):
 
         # No limit here: the slots limit the connections, and a wait for a slot does not count for the time-outs.
         return aiohttp.ClientSession(
-            connector=Connector(limit=0, resolver=cast("AbstractResolver", SystemResolver())),
+            # aiodns, which aiohttp prefers where it is installed, does not distinguish a silent name server from a
+            # name that does not exist.
+            connector=Connector(limit=0, resolver=aiohttp.ThreadedResolver()),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
@@ -225,7 +220,7 @@ class HttpClient(NetworkClient["aiohttp.ClientSession"]):
             f"status {status}",
             f"status {status} {(response.reason or '')[:80]}".rstrip(),
             retryable=status in self._retry.statuses,
-            retry_after=asked_delay(response.headers, time.time()),
+            retry_after=asked_delay(response.headers),
             final=final,
         )
 
@@ -242,10 +237,9 @@ class HttpClient(NetworkClient["aiohttp.ClientSession"]):
             given = self._headers()
             return {**self._own, **(await given if inspect.isawaitable(given) else given)}
         except Exception as error:  # of any kind: it says nothing about the object, or about the connection to it
-            failed = self.classify_error(error, answering=False)
             text = f"the function of headers= raised {type(error).__name__}"
-            retryable = failed is not None and failed.retryable
-            raise RequestFailed("headers", text, retryable=retryable, cause=error) from error
+            of_network = isinstance(error, OSError) and not isinstance(error, FileNotFoundError | PermissionError)
+            raise RequestFailed("headers", text, retryable=of_network, cause=error) from error
 
     def _find_proxy(self, origin: Origin) -> str | None:
         """Return the proxy that the environment names for an origin (``https_proxy``, ``no_proxy`` and so on)."""
@@ -301,7 +295,7 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
         case aiohttp.ClientConnectorError():
             inner = error.os_error
             text = f"no connection to {error.host}:{error.port}: {_words(inner)}"
-            return RequestFailed("connection", text, retryable=is_retryable(inner), cause=inner)
+            return RequestFailed("connection", text, cause=inner)
         case aiohttp.ServerTimeoutError() | TimeoutError():
             text = "the answer stalled" if answering else "no answer came in time"
             return RequestFailed("stalled" if answering else "no answer", text)
@@ -309,17 +303,14 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
             return RequestFailed("broken body", "the connection broke in the middle of the answer", cause=error)
         case aiohttp.ClientHttpProxyError():  # https through a proxy: the answer to CONNECT, not to the request
             text = f"the proxy answered {error.status} {error.message[:80]}".rstrip()
-            after = None if error.headers is None else asked_delay(error.headers, time.time())
+            after = None if error.headers is None else asked_delay(error.headers)
             return RequestFailed(f"proxy {error.status}", text, retryable=error.status in statuses, retry_after=after)
         case aiohttp.ClientResponseError():
             # Its own text contains the whole URL.
             return RequestFailed("not http", f"the answer is not legal HTTP: {error.message[:200]!r}", retryable=False)
-        case OSError():
-            retryable = is_retryable(error) or isinstance(error.__cause__, ssl.SSLEOFError)
-            text = f"the connection broke: {_words(error)}"
-            return RequestFailed("connection", text, retryable=retryable, cause=error)
-        case aiohttp.ClientConnectionError():
-            return RequestFailed("connection", f"the connection broke: {type(error).__name__}", cause=error)
+        case OSError() | aiohttp.ClientConnectionError():
+            words = _words(error) if isinstance(error, OSError) else type(error).__name__
+            return RequestFailed("connection", f"the connection broke: {words}", cause=error)
         case aiohttp.ClientError():
             return RequestFailed("request", f"the request cannot be made: {type(error).__name__}", retryable=False)
         case _:
@@ -328,38 +319,3 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
 
 def _words(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
-
-
-class SystemResolver:
-    """Looks names up by the system, in a thread of its own for each name. Has the methods of `AbstractResolver`.
-
-    aiohttp's own resolver uses the loop's default executor, whose threads may all be busy with calls of the program:
-    then no request would begin. aiodns, which aiohttp prefers where it is installed, does not distinguish a silent name
-    server from a name that does not exist.
-    """
-
-    async def resolve(
-        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
-    ) -> list[ResolveResult]:
-        """Return the addresses of a host. Raises OSError."""
-        return await in_thread(partial(_look_up, host, port, family))
-
-    async def close(self) -> None:
-        """Do nothing: a lookup in progress ends by itself, in its thread."""
-
-
-def _look_up(host: str, port: int, family: socket.AddressFamily) -> list[ResolveResult]:
-    found = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
-    numeric = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
-    return [
-        # getnameinfo: with the scope of a link-local address of IPv6 ("fe80::1%eth0").
-        {
-            "hostname": host,
-            "host": socket.getnameinfo(place, socket.NI_NUMERICHOST | socket.NI_NUMERICSERV)[0],
-            "port": port,
-            "family": kind,
-            "proto": protocol,
-            "flags": numeric,
-        }
-        for kind, _, protocol, _, place in found
-    ]

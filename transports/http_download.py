@@ -8,15 +8,13 @@ the server sent a strong ETag or an old enough date of modification; the answer 
 
 from __future__ import annotations
 
-import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from asyncloader.transports.checks import check_size, check_start
 from asyncloader.transports.download import Download
 from asyncloader.transports.errors import RangesIgnored, ReadFailed, SizeUnknown
 from asyncloader.transports.http_answers import (
     content_length,
-    declared_digest,
     foreign_encoding,
     parse_content_range,
 )
@@ -40,7 +38,6 @@ class HttpDownload(Download[HttpClient]):
     ) -> None:
         super().__init__(client, path, start, length, max_bytes)
         self._response: Response | None = None
-        self._digest: tuple[Any, bytes] | None = None
 
     async def measure(self) -> Version:
         """Return the object's version, whose size is known; reads at most one of its bytes."""
@@ -53,10 +50,6 @@ class HttpDownload(Download[HttpClient]):
         if self._response is not None:
             self._response.release()  # keeps the connection only if the response was read to its end
             self._response = None
-
-    def _restart(self) -> None:
-        super()._restart()
-        self._digest = None
 
     async def _measure(self, scope: Scope) -> Version:
         response = await self._request(scope, "HEAD")
@@ -120,21 +113,8 @@ class HttpDownload(Download[HttpClient]):
         self._advance(len(data))
         if self._length is None:
             check_size(self._path, self._position, self._max_bytes)
-        if self._digest is not None:
-            self._digest[0].update(data)
         self._end_response()
         return data
-
-    def _finish(self) -> None:
-        if self._done:
-            return
-        if self._digest is not None and self._digest[0].digest() != self._digest[1]:
-            name = self._digest[0].name
-            # Without a version the next attempt begins again; a stream that has returned bytes fails instead.
-            self.version = None
-            text = f"the bytes do not have the {name} digest that the server declared"
-            raise RequestFailed("wrong digest", text)
-        super()._finish()
 
     async def _request(self, scope: Scope, measure: str = "") -> Response:
         """Take a slot and request the remaining bytes; or, with `measure` as the method, the object's size."""
@@ -145,8 +125,7 @@ class HttpDownload(Download[HttpClient]):
             if measure == "GET":
                 headers["Range"] = "bytes=0-0"
             return await self._client.request(measure, self._path, headers)
-        first = self._start if self._anew else self._position
-        end = self._asked_end()
+        first, end = self._position, self._asked_end()
         if self._length is not None or first or end != self._end:
             headers["Range"] = f"bytes={first}-{'' if end is None else end - 1}"
             validator = None if self.version is None else self.version.validator
@@ -162,7 +141,7 @@ class HttpDownload(Download[HttpClient]):
         self._refuse_encoding(response)
         length = content_length(headers)
         answered = parse_content_range(headers.get("Content-Range")) if status == 206 else None
-        first = self._start if self._anew else self._position
+        first = self._position
         if status == 206:
             if answered is None or answered.start != first or answered.end is None:
                 given = headers.get("Content-Range", "no Content-Range")[:80]
@@ -205,9 +184,6 @@ class HttpDownload(Download[HttpClient]):
             # A part that ends before `stop` is no answer to the request: more of it is asked for like after a break.
             complete = answered.end is not None and answered.end >= self._stop and answered.end != self._end
             self._until = answered.end if complete else None
-        if status == 200 and self._position == self._start == 0 and self._length is None and self._client.verify:
-            declared = declared_digest(headers)
-            self._digest = declared and (hashlib.new(declared[0], usedforsecurity=False), declared[1])
         return self._end is None or self._position < self._end
 
     def _refuse_end(self, size: int) -> None:
@@ -243,11 +219,6 @@ class HttpDownload(Download[HttpClient]):
                 raise self._refusal(response, f"bytes from {self._start:,} on were asked for, and it has {size:,}")
             check_start(self._path, size, self._start)
             return False  # the stream begins where the object ends
-        if size == self._position and self._end is None and not self._anew:
-            # The connection may have broken after the last byte; or the object has been replaced by another of this
-            # size, whose bytes must be compared.
-            self._anew = True
-            raise RequestFailed.unproved()
         raise self._changed_error()
 
 

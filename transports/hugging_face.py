@@ -189,7 +189,7 @@ class HuggingFaceTransport(HttpTransport):
         retry: as for `HttpTransport`; by default retried for 330 seconds, because the Hub's limit on requests is for
             five minutes. It is followed as ``Retry-After`` and ``RateLimit`` say.
         requests: maximum number of concurrent requests. Default 64.
-        limits: `connect_s`, `first_byte_s`, `stalled_s`, `min_bytes_per_s`, `verify`: as for `HttpTransport`.
+        limits: `connect_s`, `first_byte_s`, `stalled_s`, `min_bytes_per_s`: as for `HttpTransport`.
 
     Raises:
         TypeError: `retry` is no policy, or a number is none.

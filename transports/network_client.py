@@ -290,6 +290,8 @@ class NetworkClient(ABC, Generic[_C]):
         step: Callable[[Scope], Awaitable[_R]],
         classify: Callable[[BaseException], RequestFailed | None],
         *,
+        recover: Callable[[RequestFailed, Attempts], None] | None = None,
+        attempts: Attempts | None = None,
         share: float = 0.5,
     ) -> _R:
         """Repeat `step` until it succeeds, or its failure is final.
@@ -298,10 +300,11 @@ class NetworkClient(ABC, Generic[_C]):
             path: the object; None: a listing.
             step: sends the request.
             classify: describes an error; None: it is not of a request, and is raised.
+            recover: called with each failure before it is judged.
+            attempts: those of the operation's earlier steps; None: it begins.
             share: as in `Attempts`.
         """
         loop = asyncio.get_running_loop()
-        attempts: Attempts | None = None
         began = loop.time()
         while True:
             try:
@@ -312,6 +315,8 @@ class NetworkClient(ABC, Generic[_C]):
                 if failed is None:
                     raise
                 attempts = attempts or self.attempts(began, share=share)
+                if recover is not None:
+                    recover(failed, attempts)
                 delay = self.judge(path, failed, attempts, loop.time())
             await self.sleep(delay)
 
@@ -358,7 +363,6 @@ class NetworkClient(ABC, Generic[_C]):
         subject = "the listing" if path is None else repr(path)
         text = f"reading {subject} failed: {self.where(path)}: {failed.text}{'; ' + note if note else ''}"
         error = ReadFailed(text, path=path)
-        error.about_sample = failed.kind == "wrong digest"  # which was declared with this very object
         if isinstance(failed.cause, OSError):
             error.errno = failed.cause.errno
         return error

@@ -113,8 +113,7 @@ class StoreDownload(Download[StoreClient]):
         """Take a slot and request the remaining bytes; None if nothing is left."""
         await self._take_slot()
         options: GetOptions = {}
-        first = self._start if self._anew else self._position
-        end = self._asked_end()
+        first, end = self._position, self._asked_end()
         if end is not None and (self._length is not None or first or end != self._end):
             options["range"] = (first, end)
         elif first:
@@ -142,7 +141,7 @@ class StoreDownload(Download[StoreClient]):
     def _accept(self, meta: ObjectMeta, given: tuple[int, int]) -> bool:
         """Check the head of a response; False if nothing is left to read."""
         size = meta["size"]
-        first = self._start if self._anew else self._position
+        first = self._position
         self._check_version(first, Version(meta["e_tag"], size=size))
         if self._length is not None:
             assert self._end is not None

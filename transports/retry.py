@@ -23,13 +23,11 @@ to spare a server that is down, is served by the jitter: 512 reads in flight sen
 
 from __future__ import annotations
 
-import errno
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC
 from math import isfinite
 from typing import NamedTuple, Self
 
@@ -41,19 +39,6 @@ RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504, 509, 520, 521
 temporarily; 509 and 520 to 530 are sent by web hosts and CDNs when their backend fails. Every other 4xx, and 501 and
 505, is about the request itself and will be the same next time.
 """
-
-_RETRYABLE_ERRNOS = frozenset(
-    getattr(errno, name)
-    for name in [
-        *("ECONNREFUSED", "ECONNRESET", "ECONNABORTED", "EPIPE", "ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "ENETRESET"),
-        *("EHOSTDOWN", "EHOSTUNREACH", "ENOTCONN", "ESHUTDOWN", "EAGAIN", "EINTR", "EADDRNOTAVAIL"),
-    ]
-    if hasattr(errno, name)
-)
-
-# EAI_AGAIN, "temporary failure in name resolution", of glibc and musl, and of the BSDs (macOS among them): this module
-# may not import socket.
-_AGAIN = frozenset({-3, 2})
 
 # Beyond this the cap applies for every sensible `first_delay_s`; keeps 2**n within the range of a float.
 _MOST_DOUBLINGS = 60
@@ -267,54 +252,10 @@ class RetryCounts:
         return {"retries": self.total, **asdict(self), "kinds": dict(self.kinds)}
 
 
-def is_retryable(error: BaseException) -> bool:
-    """Return whether a retry may help after this network error.
-
-    Retryable are time-outs, connections that were refused, reset or closed, unreachable networks, and a name server
-    that does not answer at the moment. A name that does not exist, a refused certificate and a lack of file descriptors
-    are not.
-    """
-    if isinstance(error, TimeoutError | ConnectionError | EOFError):
-        return True
-    if isinstance(error, OSError):
-        # The numbers of getaddrinfo's errors are no errnos.
-        if type(error).__name__ == "gaierror":
-            return error.errno in _AGAIN
-        return error.errno in _RETRYABLE_ERRNOS
-    return False
-
-
-def asked_delay(headers: Mapping[str, str], now: float) -> float | None:
-    """Return the seconds that an answer's ``Retry-After`` asks for, 0 or more; None if it is missing or invalid.
-
-    Both forms of RFC 9110 section 10.2.3 are understood: a number of seconds, and a date in any of the three formats.
-    A date is compared with the answer's ``Date``, which is by the same clock; the clock of this machine may differ.
-
-    Args:
-        headers: of the answer; the mapping ignores the case of names.
-        now: wall-clock time, seconds since the epoch in UTC; for an answer without a ``Date``.
-    """
+def asked_delay(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that an answer's ``Retry-After`` asks for; None if it is missing, or no number of seconds."""
     value = headers.get("Retry-After", "").strip()
-    if _DELAY_SECONDS.fullmatch(value):
-        return float(value)
-    moment, answered = _moment(value), _moment(headers.get("Date", ""))
-    return None if moment is None else max(0.0, moment - (now if answered is None else answered))
-
-
-def _moment(date: str) -> float | None:
-    """Return the time of an HTTP date, seconds since the epoch in UTC; None if it is no date."""
-    from email.utils import parsedate_to_datetime
-
-    try:
-        moment = parsedate_to_datetime(date)
-    except (ValueError, TypeError, IndexError, OverflowError):
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)  # an HTTP date is UTC, also in the form that does not say so
-    try:
-        return moment.timestamp()
-    except (ValueError, OverflowError):
-        return None
+    return float(value) if _DELAY_SECONDS.fullmatch(value) else None
 
 
 class RequestFailed(Exception):
@@ -351,8 +292,3 @@ class RequestFailed(Exception):
     def short(cls, position: int, end: int) -> Self:
         """Make the failure of a body that ended before the length stated in the response's head."""
         return cls("short body", f"the answer ended at byte {position:,} of {end:,}")
-
-    @classmethod
-    def unproved(cls) -> Self:
-        """Make the failure of a response that continues the object without naming its version."""
-        return cls("unproved", "the rest of the object came without the version that the beginning had")

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
@@ -281,26 +279,7 @@ async def test_an_encoded_body(store: HttpStore) -> None:
     assert {asked.headers["Accept-Encoding"] for asked in store.asked} == {"identity"}
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("header", ["Repr-Digest", "x-goog-hash", "Content-MD5"])
-async def test_a_declared_digest_is_checked(store: HttpStore, header: str) -> None:
-    """Bytes with a wrong digest are fetched again, and are an error if they stay wrong."""
-
-    def declared(data: bytes) -> str:
-        md5 = base64.b64encode(hashlib.md5(data).digest()).decode()
-        sha = base64.b64encode(hashlib.sha256(data).digest()).decode()
-        return {"Repr-Digest": f"sha-256=:{sha}:", "x-goog-hash": f"crc32c=AAAAAA==,md5={md5}"}.get(header, md5)
-
-    store.put("good", CONTENT, **{header: declared(CONTENT)})
-    store.put("bad", CONTENT, **{header: declared(OTHER)})
-    store.faults["good"].append(broken(1 << 20, stall=True))
-    retry = RetryPolicy(budget_s=1, first_delay_s=0.2)
-    async with opened(store, retry=retry, stalled_s=0.5) as transport:
-        assert await transport.read("good") == CONTENT
-        with pytest.raises(ReadFailed, match="digest that the server declared"):
-            await transport.read("bad")
-        assert transport.retries.kinds["wrong digest"] > 0
-        with pytest.raises(ReadFailed, match=r"digest that the server declared; [0-9,]+ bytes were given already$"):
-            await drain(transport.stream("bad"))
-    async with opened(store, retry=NEVER, verify=False) as transport:
-        assert await transport.read("bad") == CONTENT
+def test_an_option_that_was_removed() -> None:
+    """The error says what to do instead."""
+    with pytest.raises(TypeError, match=r"verify= was removed: compare digests .* in decode="):
+        HttpTransport("http://localhost/", verify=True)

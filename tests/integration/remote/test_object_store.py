@@ -191,16 +191,14 @@ async def test_an_object_that_changes_is_an_error(store: BucketStore, second: Fa
 
 
 async def test_a_weak_etag_proves_nothing(store: BucketStore) -> None:
-    """Without a strong ETag a read begins again, and so does a stream, which compares; `info` has no version."""
+    """Without a strong ETag a read begins again, and a stream that breaks is an error; `info` has no version."""
     store.put(A, CONTENT, etag='W/"1"')
     store.faults[A].extend([broken(2_000_000), broken(2_000_000)])
     async with store.transport() as transport:
         assert (await transport.read_with_info("a")) == (CONTENT, (len(CONTENT), None))
         assert transport.retries.resumed == 0
         store.faults[A].append(broken(2_000_000))
-        assert b"".join(await drain(transport.stream("a", chunk_size=50_000))) == CONTENT
-        store.faults[A].extend([broken(2_000_000), change(CONTENT[:1000] + bytes(len(CONTENT) - 1000), etag='W/"1"')])
-        with pytest.raises(ReadFailed, match="changed while it was read"):
+        with pytest.raises(ReadFailed, match="nothing proves"):
             await drain(transport.stream("a", chunk_size=50_000))
         assert (await transport.info("a")).etag is None
 

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import base64
-import hashlib
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +8,6 @@ from asyncloader.transports import AccessDenied, ObjectNotFound, ReadFailed
 from asyncloader.transports.http_answers import (
     ContentRange,
     content_length,
-    declared_digest,
     foreign_encoding,
     parse_content_range,
     safe_url,
@@ -56,8 +52,6 @@ def test_hostile_headers_never_raise(mine: dict[str, str], other: dict[str, str]
     assert one.differs(two) == two.differs(one)
     assert not one.differs(one)
     assert content_length(mine) is None or isinstance(content_length(mine), int)
-    digest = declared_digest(mine)
-    assert digest is None or hashlib.new(digest[0]).digest_size == len(digest[1])
     foreign_encoding(mine)
     parse_content_range(mine.get("ETag"))
 
@@ -109,33 +103,6 @@ def test_what_shows_a_difference(
 def test_foreign_encoding(value: str, expected: str | None) -> None:
     """Every encoding but `identity` is named."""
     assert foreign_encoding({"Content-Encoding": value}) == expected
-
-
-def test_declared_digests() -> None:
-    """The strongest header has precedence; a value of the wrong length or alphabet counts as missing."""
-    md5, sha = hashlib.md5(b"x").digest(), hashlib.sha256(b"x").digest()
-    headers = {"Content-MD5": base64.b64encode(md5).decode()}
-    assert declared_digest(headers) == ("md5", md5)
-    headers["Repr-Digest"] = f"sha-256=:{base64.b64encode(sha).decode()}:"
-    assert declared_digest(headers) == ("sha256", sha)
-    assert declared_digest({"Content-MD5": "AAAA"}) is None
-    assert declared_digest({"Content-MD5": "not base64 at all!"}) is None
-    assert declared_digest({}) is None
-
-
-@pytest.mark.parametrize(
-    ("stored", "sent", "declared"),
-    [("identity", None, True), ("gzip", "gzip", True), ("gzip", None, False), (None, None, True)],
-)
-def test_googles_digest_is_of_the_bytes_as_stored(stored: str | None, sent: str | None, declared: bool) -> None:
-    """An object that is stored compressed and sent decompressed has no usable digest."""
-    md5 = hashlib.md5(b"x").digest()
-    headers = {"x-goog-hash": f"crc32c=AAAAAA==,md5={base64.b64encode(md5).decode()}"}
-    if stored is not None:
-        headers["x-goog-stored-content-encoding"] = stored
-    if sent is not None:
-        headers["Content-Encoding"] = sent
-    assert declared_digest(headers) == (("md5", md5) if declared else None)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import errno
 import random
-import socket
-import ssl
-from email.utils import formatdate
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +13,6 @@ from asyncloader.transports.retry import (
     Attempts,
     RetryPolicy,
     asked_delay,
-    is_retryable,
 )
 
 seconds = st.floats(0.001, 1000.0)
@@ -163,68 +159,12 @@ def test_own_jitter_leaves_the_global_generator_alone() -> None:
     assert random.getstate() == state
 
 
-# ------------------------------------------------------------------------------------------------ retryable errors
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        TimeoutError(),
-        ConnectionResetError(),
-        ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
-        BrokenPipeError(),
-        EOFError(),
-        OSError(errno.EHOSTUNREACH, "no route"),
-        OSError(errno.ENETDOWN, "down"),
-        socket.gaierror(socket.EAI_AGAIN, "temporary failure"),
-    ],
-    ids=repr,
-)
-def test_network_errors_are_retryable(error: Exception) -> None:
-    """Time-outs, broken connections and unreachable networks are retried."""
-    assert is_retryable(error)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ValueError("bug"),
-        OSError("no number"),
-        OSError(errno.EMFILE, "too many open files"),
-        PermissionError(errno.EACCES, "denied"),
-        socket.gaierror(socket.EAI_NONAME, "no such name"),
-        ssl.SSLCertVerificationError(1, "self-signed"),
-    ],
-    ids=repr,
-)
-def test_bugs_are_not_retryable(error: Exception) -> None:
-    """Bugs, missing rights, wrong names and refused certificates fail at once."""
-    assert not is_retryable(error)
-
-
 # --------------------------------------------------------------------------------------------------- Retry-After
 
 
-@pytest.mark.parametrize("clock_is_off", [-86_400.0, 0.0, 86_400.0])
-def test_dates_of_one_answer_are_compared_with_each_other(clock_is_off: float) -> None:
-    """A wrong clock here does not turn 5 seconds into a day; without the server's date only this clock is used."""
-    moment = 1_700_000_000
-    date = {"Retry-After": formatdate(moment + 5, usegmt=True)}
-    for sent in (formatdate(moment, usegmt=True), f" {formatdate(moment, usegmt=True)}"):
-        assert asked_delay({**date, "Date": sent}, moment + clock_is_off) == 5
-    for sent in ("", "yesterday", "Mon, 99 Foo 9999 99:99:99 GMT"):
-        assert asked_delay({**date, "Date": sent}, moment + clock_is_off) == max(0.0, 5 - clock_is_off)
-    assert asked_delay(date, moment + 2) == 3
-    assert asked_delay({"Retry-After": "7", "Date": formatdate(0, usegmt=True)}, 0.0) == 7
-    assert asked_delay({}, 0.0) is None
-
-
-@given(
-    st.text() | st.sampled_from(["-1", "1.5", "1e3", "nan", "99999999999999999999", "Sun, 99 Nov 1994 08:49:37 GMT"])
-)
+@given(st.text() | st.sampled_from(["-1", "1.5", "1e3", "nan", "9" * 20, "Sun, 06 Nov 1994 08:49:37 GMT"]))
 def test_retry_after_of_a_hostile_server(text: str) -> None:
-    """An illegal value gives None, or a time that is not negative; it never raises. Old formats are read."""
-    found = asked_delay({"Retry-After": text, "Date": text}, 0.0)
-    assert found is None or found >= 0
-    for date in ["Sun, 06 Nov 1994 08:49:37 GMT", "Sunday, 06-Nov-94 08:49:37 GMT", "Sun Nov  6 08:49:37 1994"]:
-        assert asked_delay({"Retry-After": date}, 784111777.0 - 10) == 10
+    """What is no number of seconds counts as missing."""
+    assert (asked_delay({"Retry-After": text}) is not None) == bool(re.fullmatch("[0-9]{1,12}", text.strip()))
+    assert asked_delay({"Retry-After": " 7"}) == 7
+    assert asked_delay({}) is None
