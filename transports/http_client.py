@@ -16,11 +16,14 @@ from __future__ import annotations
 import base64
 import inspect
 import os
+import socket
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
+from asyncloader.bridge import in_thread
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, safe_url, status_error, version_of
 from asyncloader.transports.network_client import NetworkClient
@@ -29,6 +32,7 @@ from asyncloader.transports.retry import RequestFailed, asked_delay
 
 if TYPE_CHECKING:
     import aiohttp
+    from aiohttp.abc import AbstractResolver, ResolveResult
     from yarl import URL
 
     Response: TypeAlias = aiohttp.ClientResponse
@@ -115,9 +119,7 @@ class HttpClient(NetworkClient["aiohttp.ClientSession"]):
 
         # No limit here: the slots limit the connections, and a wait for a slot does not count for the time-outs.
         return aiohttp.ClientSession(
-            # aiodns, which aiohttp prefers where it is installed, does not distinguish a silent name server from a
-            # name that does not exist.
-            connector=Connector(limit=0, resolver=aiohttp.ThreadedResolver()),
+            connector=Connector(limit=0, resolver=cast("AbstractResolver", SystemResolver())),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_s),
@@ -319,3 +321,25 @@ def classify_error(error: BaseException, answering: bool, statuses: frozenset[in
 
 def _words(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
+
+
+class SystemResolver:
+    """Looks names up by the system, in a thread of its own for each name. Has the methods of `AbstractResolver`.
+
+    aiohttp's own resolver uses the loop's default executor, whose threads may all be busy with calls of the program:
+    then no request would begin.
+    """
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
+    ) -> list[ResolveResult]:
+        """Return the addresses of a host. Raises OSError."""
+        look_up = partial(socket.getaddrinfo, host, port, family, socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+        flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+        return [
+            {"hostname": host, "host": str(place[0]), "port": port, "family": kind, "proto": protocol, "flags": flags}
+            for kind, _, protocol, _, place in await in_thread(look_up)
+        ]
+
+    async def close(self) -> None:
+        """Do nothing: a lookup in progress ends by itself, in its thread."""
