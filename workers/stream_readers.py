@@ -78,9 +78,8 @@ class StreamReaders:
     begun = True
     """See `DatasetReader.begun`."""
 
-    def context(self, before: Any = None) -> DatasetContext:
+    def context(self) -> DatasetContext:
         """Return an empty context: the streams are blocking ones."""
-        del before
         return DatasetContext(None)
 
     def limit(self, concurrency: int) -> None:

@@ -163,7 +163,7 @@ class TaskRunner(ErrorAnswers):
         return self._context is not None and self._start_error is None
 
     async def open(self) -> None:
-        """Await what `worker_init_fn` returned, and enter the dataset's context."""
+        """Enter the dataset's context."""
         await self._enter_context()
         self._send_started()
 
@@ -264,12 +264,12 @@ class TaskRunner(ErrorAnswers):
         # Until the call has returned: where it raises, the next epoch repeats it.
         self._initialized = False
         assert self._reader is not None
-        init, before = partial(call_worker_init, setup.worker_init_fn, awaits=self.asynchronous), None
+        init = partial(call_worker_init, setup.worker_init_fn)
         if isinstance(self._reader, StreamReaders):
             self._reader.initialize(init)
         else:
-            before = init(self.worker_id)
-        context = self._reader.context(before)
+            init(self.worker_id)
+        context = self._reader.context()
         self._context = context if context.needed else None
         self._initialized = True
 
@@ -335,7 +335,7 @@ class TaskRunner(ErrorAnswers):
         self._start_error = self._unbegun = None
         start = self._codec.load_start(payload)
         try:
-            if not self._initialized or (self._context is not None and self._context.uninitialized):
+            if not self._initialized:
                 self._initialize(self._setup)  # it raised; no epoch is read without it
             reader.dataset = reseeded_datapipe(reader.dataset, start.shared_seed)
             self._begin(reader, start)

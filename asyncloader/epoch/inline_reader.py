@@ -145,7 +145,7 @@ class StreamsInTurn(StreamReaders):
 
 def _init(init: Callable[[int], Any] | None, stream: int) -> Any:
     try:
-        return call_worker_init(init, stream, awaits=False)
+        return call_worker_init(init, stream)
     except StopIteration as stop:  # a `for` loop would take it for the end of an empty epoch
         raise not_the_end(stop, "worker_init_fn") from stop
 

@@ -61,15 +61,13 @@ class DatasetContext:
 
     Args:
         dataset: the dataset.
-        before: awaited first, and once: what `worker_init_fn` returned; None: nothing.
         after: its `aclose` is awaited before the dataset's context exits; None: nothing.
     """
 
-    def __init__(self, dataset: Any, before: Any = None, after: Any = None) -> None:
+    def __init__(self, dataset: Any, after: Any = None) -> None:
         self._managers = [] if dataset is None else context_managers(dataset)
         if after is not None:
             self._managers.append(contextlib.aclosing(after))
-        self._before = before
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._opened: asyncio.Future[None] | None = None
@@ -79,12 +77,7 @@ class DatasetContext:
     @property
     def needed(self) -> bool:
         """Whether there is anything to await."""
-        return bool(self._managers) or self._before is not None
-
-    @property
-    def uninitialized(self) -> bool:
-        """Whether `before` raised. Entering raises the same again."""
-        return isinstance(self._before, _Failed)
+        return bool(self._managers)
 
     async def open(self) -> None:
         """Enter the context, once. If that failed, the next call tries again. Several tasks may wait here, and go on in
@@ -114,7 +107,6 @@ class DatasetContext:
         try:
             async with contextlib.AsyncExitStack() as stack:
                 with UnexpectedCancellation("the dataset's"):
-                    await self._await_before()
                     for manager in self._managers:
                         await stack.enter_async_context(manager)
                 if not opened.done():
@@ -131,18 +123,6 @@ class DatasetContext:
                 error = not_the_end(error, "the dataset's code")
             opened.set_exception(error)
             opened.exception()  # marked as retrieved: perhaps no task waits any more
-
-    async def _await_before(self) -> None:
-        before = self._before
-        if isinstance(before, _Failed):
-            raise before.error
-        if before is not None:
-            try:
-                await before
-            except BaseException as error:  # a coroutine can be awaited once
-                self._before = _Failed(error)
-                raise
-            self._before = None
 
     async def close(self, seconds: float = EXIT_SECONDS) -> BaseException | None:
         """Exit the context; cancelled after `seconds`. Returns the exception that exiting raised. Idempotent."""
@@ -184,13 +164,6 @@ async def wait_until_left(seconds: float = EXIT_SECONDS) -> None:
         _, late = await asyncio.wait(leaving, timeout=seconds)
         for each in late:
             each.cancel()
-
-
-class _Failed:
-    """Stands for an awaitable that raised this error."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def warn_of_exit(error: BaseException | None) -> None:

@@ -152,12 +152,12 @@ class DatasetReader(ReaderEnd):
                     self._bookmark.batches += 1
         self._first, self._ready = self._bookmark.batches, True
 
-    def context(self, before: Any = None) -> DatasetContext:
+    def context(self) -> DatasetContext:
         """Return the context to hold open while reading; an empty one for a blocking dataset."""
         if not self.asynchronous:
             return DatasetContext(None)
         after = self if assigns_shards(self.dataset) else None
-        return DatasetContext(self.dataset, before, after)
+        return DatasetContext(self.dataset, after)
 
     @property
     def begun(self) -> bool:

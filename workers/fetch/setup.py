@@ -223,33 +223,23 @@ class Links(NamedTuple):
 # ------------------------------------------------------------------------------------ the user's `worker_init_fn`
 
 
-def call_worker_init(init: Callable[[int], Any] | None, number: int, *, awaits: bool) -> Any:
-    """Call `worker_init_fn` with the number of a worker, or of a stream. Returns the awaitable that it returned; None:
-    nothing is to be awaited.
-
-    Args:
-        init: the function; None: nothing is called.
-        number: its argument.
-        awaits: whether the worker has an event loop.
+def call_worker_init(init: Callable[[int], Any] | None, number: int) -> None:
+    """Call `worker_init_fn` with the number of a worker, or of a stream. None: nothing is called.
 
     Raises:
-        TypeError: it returned an awaitable, and the worker has no event loop.
+        TypeError: it returned an awaitable.
         Exception: what it raised.
     """
     if init is None:
-        return None
+        return
     try:
         returned = init(number)
     except Exception as error:
         add_note(error, f"while calling worker_init_fn({number})")
         raise
-    if returned is None or not inspect.isawaitable(returned):
-        return None
-    if awaits:
-        return returned
-    if inspect.iscoroutine(returned):
-        returned.close()  # otherwise Python would warn that it was never awaited
-    raise TypeError(
-        "worker_init_fn returned an awaitable, but the dataset is a blocking one, so its workers have no event "
-        "loop to await it in: give a plain function, or a dataset with async methods"
-    )
+    if inspect.isawaitable(returned):
+        if inspect.iscoroutine(returned):
+            returned.close()  # otherwise Python would warn that it was never awaited
+        raise TypeError(
+            "worker_init_fn returned an awaitable, but it is called, and not awaited: await in the dataset's __aenter__"
+        )

@@ -1,4 +1,4 @@
-"""Clients opened once per worker: `__aenter__` and `__aexit__` of a dataset, and an async `worker_init_fn`."""
+"""Clients opened once per worker: `__aenter__` and `__aexit__` of a dataset."""
 
 from __future__ import annotations
 
@@ -189,58 +189,15 @@ def test_an_error_at_leaving_is_a_warning(kind: str, tmp_path: Path) -> None:
         assert len(collect(kind, Breaks(tmp_path), batch_size=4)) == 3
 
 
-# ---------------------------------------------------------------------------------------------- worker_init_fn
-
-
-class Client(Dataset[Any]):
-    """Reads with the client that `worker_init_fn` opened."""
-
-    loop: asyncio.AbstractEventLoop | None = None
-
-    def __len__(self) -> int:
-        return 8
-
-    async def __getitem__(self, index: int) -> int:
-        assert self.loop is asyncio.get_running_loop()
-        return index
-
-
 async def connect(worker: int) -> None:
-    await asyncio.sleep(0)
-    info = get_worker_info()
-    assert info is not None
-    assert info.id == worker
-    dataset: Any = info.dataset
-    dataset.loop = asyncio.get_running_loop()
-
-
-async def refuse(worker: int) -> None:
-    raise ConnectionError(f"worker {worker} has no store")
+    raise AssertionError("nobody awaits it")
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_an_async_worker_init_fn_is_awaited(kind: str) -> None:
-    """The coroutine runs in the worker's loop, before the first sample."""
-    got = collect(kind, Client(), batch_size=2, num_workers=2, worker_init_fn=connect)
-    assert torch.cat(got).tolist() == list(range(8))
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_its_error_is_one_of_start_up(kind: str) -> None:
-    """The error of `worker_init_fn` is raised, by each call of `next` again."""
-    with Stepwise(kind, Client(), batch_size=2, num_workers=1, worker_init_fn=refuse) as run:
+@pytest.mark.parametrize("concurrency", [None, 2])
+def test_a_worker_init_fn_is_not_awaited(kind: str, concurrency: int | None) -> None:
+    """The error says where to await."""
+    with Stepwise(kind, Numbers(4), num_workers=1, worker_init_fn=connect, concurrency=concurrency) as run:
         run.begin()
-        for _ in range(2):
-            with pytest.raises(ConnectionError, match="worker 0 has no store"):
-                run.step()
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_a_blocking_dataset_has_no_loop_for_it(kind: str) -> None:
-    """The error names the missing event loop; with `concurrency` the worker has a loop."""
-    with Stepwise(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect) as run:
-        run.begin()
-        with pytest.raises(TypeError, match="no event loop"):
+        with pytest.raises(TypeError, match="await in the dataset's __aenter__"):
             run.step()
-    got = outcomes(kind, Numbers(4), batch_size=2, num_workers=1, worker_init_fn=connect, concurrency=2)
-    assert [len(batch) for batch in got] == [2, 2]

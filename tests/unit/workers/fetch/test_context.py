@@ -74,30 +74,6 @@ async def test_an_error_is_raised_to_all_and_tried_again() -> None:
     assert (len(first.left), len(second.left)) == (2, 1)
 
 
-async def test_what_comes_before_is_awaited_first_and_once() -> None:
-    """If it raised, each `open` raises that error."""
-    dataset, order = Opens(), list[int]()
-
-    async def before() -> None:
-        order.append(len(dataset.entered))
-
-    context = DatasetContext(dataset, before())
-    await context.open()
-    await context.close()
-    await context.open()
-    await context.close()
-    assert order == [0]
-
-    async def broken() -> None:
-        raise OSError("no client")
-
-    context = DatasetContext(dataset, broken())
-    for _ in range(2):
-        with pytest.raises(OSError, match="no client"):
-            await context.open()
-    assert await context.close() is None
-
-
 async def test_leaving_takes_bounded_time() -> None:
     """An `__aexit__` that never ends is cancelled; an error that it raises is returned."""
 
