@@ -2,8 +2,9 @@
 
 Data path: worker: collate -> codec: [shared_storage] -> ring.
 
-Tensors that overlap share a storage afterwards, as before. All others get bytes of their own, however much of their
-storage lies between them: a batch of views into a dataset's tensor costs the samples, not the dataset.
+Tensors whose ranges overlap share a storage afterwards, as before. All others get bytes of their own, however much of
+their storage lies between them: a batch of views into a dataset's tensor costs the samples, not the dataset. Different
+views whose ranges overlap, such as two columns of a table, cost the range.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import mmap
 from collections.abc import Iterator
 from math import prod
 from operator import mul
-from typing import Any
 
 import numpy as np
 import torch
@@ -115,18 +115,6 @@ class StorageView:
             reach += (self.shape[dim] - 1) * step
         return tuple(stride)
 
-    def runs(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], int]:
-        """Return where its contiguous runs of bytes begin, and the length of each."""
-        starts = np.array([self.start], np.int64)
-        length = self.item
-        # From the smallest step on, so that elements without gaps join to one run before it is repeated.
-        for step, n in sorted((s * self.item, n) for s, n in zip(self.stride, self.shape, strict=True) if s and n > 1):
-            if step <= length and len(starts) == 1:
-                length += (n - 1) * step
-            else:
-                starts = (starts[:, None] + np.arange(n, dtype=np.int64) * step).reshape(-1)
-        return starts, length
-
 
 class SharedStorage:
     """A storage, the batch's views of it, and how these are copied."""
@@ -150,18 +138,17 @@ class SharedStorage:
                     # A view without bytes has no place: -1 for a tensor.
                     view.put(0 if view.code < 0 else -1, 0, 0, view.stride, alone=False)
         for touching in (views,) if len(views) == 1 else _touching(views):
-            # In one piece, with its gaps: which of the views overlap need not be found out.
+            # In one piece, with its gaps.
             if _is_tight(touching):
                 offset = self._place_range(touching, offset)
                 continue
-            for overlapping in _overlapping(touching):
-                # Gaps can be left out only if all views have the same elements: one view's gap may be another's
-                # element.
-                compact = None if _is_tight(overlapping) or _differ(overlapping) else overlapping[0].compact_stride()
-                if compact is None:
-                    offset = self._place_range(overlapping, offset)
-                else:
-                    offset = self._place_compact(overlapping, compact, offset)
+            # Gaps can be left out only if all views have the same elements: one view's gap may be another's element.
+            same = len({(view.start, view.item, view.shape, view.stride) for view in touching}) == 1
+            compact = touching[0].compact_stride() if same else None
+            if compact is None:
+                offset = self._place_range(touching, offset)
+            else:
+                offset = self._place_compact(touching, compact, offset)
         return offset
 
     def _place_range(self, views: list[StorageView], offset: int) -> int:
@@ -219,11 +206,6 @@ def _is_tight(views: list[StorageView]) -> bool:
     return span <= max(PAGE, _MOST_GAPS * sum(view.used for view in views))
 
 
-def _differ(views: list[StorageView]) -> bool:
-    """Whether these are views of different elements."""
-    return len({(view.start, view.item, view.shape, view.stride) for view in views}) > 1
-
-
 def _touching(views: list[StorageView]) -> Iterator[list[StorageView]]:
     """Split the views into groups whose ranges do not overlap."""
     views.sort(key=lambda view: view.start)
@@ -237,34 +219,3 @@ def _touching(views: list[StorageView]) -> Iterator[list[StorageView]]:
         end = max(end, view.end)
     if group:
         yield group
-
-
-def _overlapping(views: list[StorageView]) -> list[list[StorageView]]:
-    """Split the views into groups without a common byte. Takes time by the number of their contiguous runs."""
-    same: dict[Any, list[StorageView]] = {}
-    for view in views:
-        same.setdefault((view.start, view.item, view.shape, view.stride), []).append(view)
-    groups = list(same.values())
-    if len(groups) == 1:
-        return groups
-    runs = [group[0].runs() for group in groups]
-    starts = np.concatenate([begin for begin, _ in runs])
-    ends = np.concatenate([begin + length for begin, length in runs])
-    owners = np.repeat(np.arange(len(runs)), [len(begin) for begin, _ in runs])
-    order = np.argsort(starts, kind="stable")
-    owners = owners[order]
-    # A run that begins before the end of any earlier run overlaps, perhaps through others, with its predecessor.
-    joined = starts[order][1:] < np.maximum.accumulate(ends[order])[:-1]
-    root = list(range(len(groups)))
-
-    def find(number: int) -> int:
-        while root[number] != number:
-            root[number] = number = root[root[number]]
-        return number
-
-    for one, other in np.unique(np.stack([owners[:-1], owners[1:]], 1)[joined], axis=0).tolist():
-        root[find(one)] = find(other)
-    found: dict[int, list[StorageView]] = {}
-    for number, group in enumerate(groups):
-        found.setdefault(find(number), []).extend(group)
-    return list(found.values())
