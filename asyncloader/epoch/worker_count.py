@@ -23,7 +23,7 @@ from asyncloader.epoch.tuning import TunedSetting
 from asyncloader.events import Event, Excused, Joined, Resized
 from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, Decision, WorkerTuner, most_in_memory
+from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, Decision, most_in_memory
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.growing_pool import GrowingPool
 from asyncloader.workers.memory.segment import memory_limit
@@ -173,7 +173,7 @@ class WorkerCount(TunedSetting):
             most, limit = max(there, files // _FILES), f"half of the open files of a process (ulimit -n): {files}"
         # Only where more may be tried now: the kernel walks through all pages of a worker to count them.
         tuner = self.auto.tuner
-        tried = tuner.largest(most) if waits and self._local and isinstance(tuner, WorkerTuner) else 0
+        tried = tuner.largest(most) if waits and self._local else 0
         if tried <= there or not tuner.may_try(tried) or (room := memory_limit()[0]) is None:
             return most, limit
         rings = max(ring.nbytes for ring in self._pool.rings)

@@ -16,7 +16,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.samplers.positions import LoaderDataset
-from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, Tuner, WorkerTuner
+from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, WorkerTuner
 from asyncloader.workers.fetch.dataset_kinds import count_streams
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.source import THREADS
@@ -33,7 +33,7 @@ class AutoWorkers:
     """
 
     def __init__(self) -> None:
-        self.tuner: Tuner = WorkerTuner(first_number())
+        self.tuner = WorkerTuner(first_number())
         """Its value is this loader's."""
         self.decisions: deque[str] = deque(maxlen=20)
         """The newest decisions with their reasons, in words."""

@@ -18,9 +18,8 @@ as long as a rejected one is not tried.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import ceil, sqrt
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 WORTH = 0.05
 """The least part by which batches must come faster for a change to be kept."""
@@ -34,10 +33,11 @@ MOST_WAITING_WORKERS = 64
 CONCURRENCY = 256
 """Samples that a copy of the dataset awaits at a time, unless the user says otherwise."""
 
-_SETTLED_WINDOW_S = 2.0
+_WINDOW_S, _SETTLED_WINDOW_S = 0.5, 2.0  # the least seconds of a window, until the value has settled, and then
 _QUICK_WINDOW_S, _QUICK_SKIP_S = 0.15, 0.05  # of a quick trial: a window that decides, and any other
 _LEAST_BATCHES = 8
 _MOST = 8  # windows of a control or a trial
+_AFTER_LOSS = 4  # the least windows of a control behind a trial that was slower
 _CLEARLY = 0.85  # of the control's rate: a trial that is slower in its first window ends with that
 _CLEAR_GAIN = 0.5  # a gain that no noise explains
 _T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81, 1.8, 1.78)
@@ -86,21 +86,18 @@ class Decision(NamedTuple):
     reason: str
 
 
-class Tuner:
-    """The decisions about one setting of a loader, over all of its epochs. Subclasses say which values are tried.
+class WorkerTuner:
+    """The decisions about a loader's number of workers, over all of its epochs: twice as many are tried, or four times
+    as many where the last step has gained nearly as much as it added; then half as many. Where the consumer is the
+    bound, as many as would be busy.
 
     Args:
         value: to begin with, at least 1.
+        quick: whether the trials have a few seconds in all: the windows are short, and steps go up to eight times the
+            number.
     """
 
-    window_s: ClassVar[float] = 0.5
-    """The least seconds of a window, until the value has settled."""
-    least: int = 2
-    """The least windows of a control, or of a trial whose gain is large."""
-    after_loss: int = 4
-    """The least windows of a control behind a trial that was slower, so that losses do not follow one another."""
-
-    def __init__(self, value: int) -> None:
+    def __init__(self, value: int, *, quick: bool = False) -> None:
         self.value = value
         """The value now: of the trial, while one runs."""
         self.settled = False
@@ -110,10 +107,10 @@ class Tuner:
         self.gain = 1.0
         """The factor by which batches come faster than with the first value: the product of the gains of the trials
         whose values were kept."""
-        self.last_gain = 1.0
-        """That of the newest of these trials."""
         self.seen = 0
         """Number of windows that were taken into account."""
+        self._quick = self._leaps = quick
+        self._least = 1 if quick else 2  # windows of a control, or of a trial whose gain is large
         self._before = value  # to which a rejected trial returns
         self._saves = False  # whether the trial is one that need not gain
         self._skips = True  # the next window is left out: a change, or a start, takes effect in it
@@ -128,9 +125,18 @@ class Tuner:
 
     @property
     def window(self) -> tuple[float, int]:
-        """The least seconds and batches of the next window."""
-        seconds = max(self.window_s, _SETTLED_WINDOW_S if self.settled else 0.0)
-        return seconds / 2 if self._skips else seconds, _LEAST_BATCHES
+        """The least seconds and batches of the next window: each worker's batches come together."""
+        seconds = _SETTLED_WINDOW_S if self.settled else _WINDOW_S
+        if self._quick:
+            measures = not self._skips and (self.tries or not self._control)
+            seconds = _QUICK_WINDOW_S if measures else _QUICK_SKIP_S
+        elif self._skips:
+            seconds /= 2
+        return seconds, max(_LEAST_BATCHES, 2 * self.value)
+
+    def largest(self, most: int) -> int:
+        """The largest number that the next trial may have, where there is room for `most`."""
+        return min((2 if not self._leaps else 8 if self._quick else 4) * self.value, most)
 
     @property
     def kept(self) -> int:
@@ -176,7 +182,8 @@ class Tuner:
         self._control = [*self._control, window.rate][-_MOST:]
         if self.value > window.most:
             return self._cut(window)
-        if len(self._control) < (self.after_loss if self._lost else self.least):
+        # Behind a trial that was slower a longer control, so that losses do not follow one another.
+        if len(self._control) < (_AFTER_LOSS if self._lost and not self._quick else self._least):
             return None
         started = self._saving(window) if window.waited < HEALTHY_WAIT else self._exploring(window)
         self.settled = started is None
@@ -184,17 +191,9 @@ class Tuner:
 
     # ------------------------------------------------------------------------------------------ values to try
 
-    def _steps(self, window: Measured) -> Iterable[int]:
-        """The values to try while the consumer waits, in this order."""
-        raise NotImplementedError
-
-    def _enough(self, window: Measured) -> int:
-        """The value that suffices, for all that was seen, where the consumer is the bound."""
-        del window
-        return self.value
-
     def _exploring(self, window: Measured) -> Decision | None:
-        for target in self._steps(window):
+        """Try another number while the consumer waits."""
+        for target in (self.largest(window.most), min(2 * self.value, window.most), max(1, self.value // 2)):
             if target != self.value and not self._rests(target):
                 why = f"the consumer waits {window.waited:.0%} of the time"
                 if target == window.most and target > self.value:
@@ -203,7 +202,8 @@ class Tuner:
         return None
 
     def _saving(self, window: Measured) -> Decision | None:
-        target = self._enough(window)
+        """Try the number that suffices, for all that was seen, where the consumer is the bound."""
+        target = max(1, ceil(self.value * window.busy / _BUSY))
         if target >= self.value or self._rests(target):
             return None
         why = f"the consumer is the bound, and workers are busy {window.busy:.0%} of the time"
@@ -242,9 +242,9 @@ class Tuner:
         change = trial / max(control, 1e-9) - 1.0
         if change < _CLEARLY - 1.0:
             return self._reject(f"batches came {-change:.0%} slower, with {self.value}")
-        if change > _CLEAR_GAIN and len(self._trial) >= self.least:
+        if change > _CLEAR_GAIN and len(self._trial) >= self._least:
             return self._accept(f"batches came {change:+.1%} faster")
-        if len(self._trial) < max(2, self.least):
+        if len(self._trial) < max(2, self._least):
             return None
         noise = _noise(self._control, self._trial) / max(control, 1e-9)
         needed = max(WORTH, noise)
@@ -265,8 +265,9 @@ class Tuner:
         return None
 
     def _accept(self, words: str) -> Decision:
-        self.last_gain = _mean(self._trial) / max(_mean(self._control), 1e-9)
-        self.gain *= self.last_gain
+        gain, added = _mean(self._trial) / max(_mean(self._control), 1e-9), self.value / self._before
+        self.gain *= gain
+        self._leaps = gain > _NEARLY * added > _NEARLY
         self._lost = False
         if not self._saves:
             rest = self._before, self.seen + self._rest
@@ -289,48 +290,6 @@ class Tuner:
         self.tries, self._control = False, []
         self._go_to(self._before)
         return Decision(self._before, kept=True, reason=words)
-
-
-class WorkerTuner(Tuner):
-    """The number of workers: twice as many are tried, or four times as many where the last step has gained nearly as
-    much as it added; then half as many. Where the consumer is the bound, as many as would be busy.
-
-    Args:
-        value: to begin with, at least 1.
-        quick: whether the trials have a few seconds in all: the windows are short, and steps go up to eight times the
-            number.
-    """
-
-    def __init__(self, value: int, *, quick: bool = False) -> None:
-        super().__init__(value)
-        self._quick = self._leaps = quick
-        if quick:
-            self.least = self.after_loss = 1
-
-    @property
-    def window(self) -> tuple[float, int]:
-        """The least seconds and batches of the next window: each worker's batches come together."""
-        seconds, batches = super().window
-        if self._quick:
-            measures = not self._skips and (self.tries or not self._control)
-            seconds = _QUICK_WINDOW_S if measures else _QUICK_SKIP_S
-        return seconds, max(batches, 2 * self.value)
-
-    def largest(self, most: int) -> int:
-        """The largest number that the next trial may have, where there is room for `most`."""
-        return min((2 if not self._leaps else 8 if self._quick else 4) * self.value, most)
-
-    def _steps(self, window: Measured) -> Iterable[int]:
-        return self.largest(window.most), min(2 * self.value, window.most), max(1, self.value // 2)
-
-    def _enough(self, window: Measured) -> int:
-        return max(1, ceil(self.value * window.busy / _BUSY))
-
-    def _accept(self, words: str) -> Decision:
-        added = self.value / self._before
-        found = super()._accept(words)
-        self._leaps = self.last_gain > _NEARLY * added > _NEARLY
-        return found
 
 
 def most_in_memory(workers: int, largest: int, free: int) -> int:

@@ -17,8 +17,8 @@ import pytest
 
 from asyncloader.__main__ import main
 from asyncloader.comparing import try_command
-from asyncloader.comparing.faults import find_faults
-from asyncloader.comparing.program_run import ProgramRun, run_program
+from asyncloader.comparing.summary import find_faults
+from asyncloader.comparing.try_command import ProgramRun, run_program
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.spawns]
 
