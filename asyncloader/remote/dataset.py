@@ -380,7 +380,7 @@ class RemoteIterableDataset(ShardStream, IterableDataset[Any]):
 
     def counted_shards(self, counted: Sequence[Counted]) -> Shards:
         """Return how the streams of one epoch are read in the running loop, which must have been entered."""
-        stores, ahead = self._stores.here(), max(_LEAST_AHEAD, self.read_ahead // LANES)
+        stores, ahead = self._stores.here().stores, max(_LEAST_AHEAD, self.read_ahead // LANES)
         assert self._listed is not None
         open_range = partial(self._open_from, stores, Pins(), ahead, shared=SharedRows())
         return Shards(self._listed, counted, open_range, SampleOffsets(stores))
@@ -388,7 +388,7 @@ class RemoteIterableDataset(ShardStream, IterableDataset[Any]):
     def _open(
         self, pins: Pins, shard: Shard, shard_range: AnyRange, on_bad: OnBad
     ) -> AsyncGenerator[Sequence[Located], None]:
-        return self._open_from(self._stores.here(), pins, self.read_ahead, shard, shard_range, on_bad)
+        return self._open_from(self._stores.here().stores, pins, self.read_ahead, shard, shard_range, on_bad)
 
     def _open_from(
         self,

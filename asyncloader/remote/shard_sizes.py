@@ -7,7 +7,7 @@ Requests for different shards are concurrent, up to a limit. Known facts are not
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import TypeVar
@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from asyncloader.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError
-from asyncloader.formats.compressed import Compression, decoder
+from asyncloader.formats.compressed import STEP, Compression, decoder
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.shard_splitting import CatalogRange, Stretch, can_cut, sample_numbers
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import ObjectNotFound, RangeOutOfBounds, SizeUnknown, Transport
+from asyncloader.transports import ObjectNotFound, RangeOutOfBounds, SizeUnknown
 from asyncloader.transports.base import gather_all
 
 T = TypeVar("T")
@@ -168,7 +168,8 @@ async def mds_offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArra
     """
     transport, path = stores.find(shard.url)
     if mds.compression is not None:
-        header = await _decompress_head(transport, path, shard.url, mds.compression, mds.header_size)
+        stream = transport.stream(path, chunk_size=1 << 16)
+        header = await decompress(stream, mds.compression, shard.url, mds.header_size)
     else:
         try:
             header = await transport.read_range(path, 0, mds.header_size)
@@ -179,29 +180,46 @@ async def mds_offsets(shard: Shard, mds: MdsShard, stores: Stores) -> npt.NDArra
     return await in_thread(partial(mds.offsets, header, url=shard.url))
 
 
-async def _decompress_head(transport: Transport, path: str, url: str, compression: Compression, size: int) -> bytes:
-    """Return the first `size` decompressed bytes of an object; fewer if it ends before.
+async def decompress(
+    stream: AsyncGenerator[bytes, None], compression: Compression, url: str, most: int, *, whole: bool = False
+) -> bytes:
+    """Return the first `most` decompressed bytes of an object; fewer if it ends before.
+
+    Args:
+        stream: of the object.
+        compression: of the object.
+        url: of the object, for errors.
+        most: the number of bytes.
+        whole: they are all.
 
     Raises:
-        ShardError: the compressed data is damaged.
+        ShardError: the compressed data is damaged; or, if they are all, is cut off, or has more.
         TransportError: the object cannot be read.
     """
     decoding, found = decoder(compression), bytearray()
 
-    def decompress(chunk: bytes) -> None:
+    def take(chunk: bytes) -> None:
         decoding.give(chunk)
         try:
-            while not decoding.hungry and len(found) < size:
-                found.extend(decoding.take(size - len(found)))
+            while not decoding.hungry and len(found) <= most:
+                found.extend(decoding.take(min(STEP, most + 1 - len(found))))
         except Exception as error:  # the type depends on the package
             raise ShardError(f"the compressed data is damaged: {error}", url=url) from error
 
-    async with aclosing(transport.stream(path, chunk_size=1 << 16)) as chunks:
+    async with aclosing(stream) as chunks:
         async for chunk in chunks:
-            await in_thread(partial(decompress, chunk))
-            if len(found) >= size:  # a decoder may return more bytes than requested
+            await in_thread(partial(take, chunk))
+            if len(found) >= most and not whole:  # a decoder may return more bytes than requested
                 break
-    return bytes(found[:size])
+            if len(found) > most:
+                raise ShardError(
+                    f"the compressed shard has more than {most:,} bytes after decompression: more than its index says, "
+                    "or than can be accessed at random: write smaller shards, or without compression",
+                    url=url,
+                )
+    if whole and not decoding.complete:
+        raise ShardError("the compressed data is truncated", url=url)
+    return bytes(found[:most])
 
 
 async def _with_offsets(shard: Shard, stores: Stores, parts: int) -> Shard:

@@ -171,10 +171,9 @@ class Stores:
 
     def name(self, url: str) -> str:
         """Return a text that names an object in this and in later processes: without a signature, and absolute."""
-        scheme = scheme_of(url)
-        if scheme == "file" and self._transport is None:
+        if scheme_of(url) == "file" and self._transport is None:
             return "/" + self.locate(url).path
-        url = strip_signature(url) if scheme in _WEB else url
+        url = strip_signature(url)
         return f"{url}?{endpoint}" if (endpoint := self._options.get("endpoint")) else url
 
     def find(self, url: str) -> tuple[Transport, str]:
@@ -238,7 +237,7 @@ class Stores:
             return transport
         from asyncloader.transports.cached import CachedTransport
 
-        url = strip_signature(root) if scheme_of(root) in _WEB else root
+        url = strip_signature(root)
         if endpoint := self._options.get("endpoint"):  # buckets of two endpoints may have the same name
             url = f"{url}?{endpoint}"
         return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
@@ -282,10 +281,12 @@ def _unquote(text: str) -> str:
 
 
 def strip_signature(url: str) -> str:
-    """Return a web URL without its signature: an object that was cached with another signature must be found.
+    """Return a URL without the signature of web servers: what was cached with another signature must be found.
 
     All other parameters of a query are kept: they may select the object (``?id=7``).
     """
+    if scheme_of(url) not in _WEB:
+        return url
     base, _, query = url.partition("?")
     each = [(part.partition("=")[0].lower(), part) for part in query.split("&")]
     sas = {name for name, _ in each} >= _SAS
@@ -296,7 +297,7 @@ def strip_signature(url: str) -> str:
 
 def names_of(shards: Sequence[Shard]) -> list[str]:
     """Return the URLs that identify the shards in a state, without signatures."""
-    return [strip_signature(each.url) if scheme_of(each.url) in _WEB else each.url for each in shards]
+    return [strip_signature(each.url) for each in shards]
 
 
 async def _close(transport: Transport, failures: list[Exception]) -> None:
@@ -316,38 +317,47 @@ class LoopStores:
 
     def __init__(self, stores: Stores) -> None:
         self.template = stores
-        self._open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = weakref.WeakKeyDictionary()
+        self._open: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopUse] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         return type(self), (self.template,)
 
-    def here(self) -> Stores:
-        """Return the stores of the running loop; the caller must have called `enter`."""
-        return self._shared().stores
+    def here(self) -> LoopUse:
+        """Return the stores of the running loop, of which the caller is a user."""
+        loop = asyncio.get_running_loop()
+        use = self._open.get(loop)
+        if use is None:
+            use = self._open[loop] = LoopUse(self.template.fresh())
+        return use
 
-    def enter(self) -> None:
+    def enter(self) -> LoopUse:
         """Start to use the stores of the running loop."""
-        self._shared().users += 1
+        use = self.here()
+        use.users += 1
+        return use
 
     async def leave(self) -> None:
         """Stop using the stores of the running loop. Raises the errors of `Stores.aclose`."""
-        loop = asyncio.get_running_loop()
-        shared = self._shared()
-        shared.users -= 1
-        if shared.users <= 0:
+        use = self.here()
+        use.users -= 1
+        if use.users <= 0:
             # Before the close, which waits: a user that enters during it must get new stores.
-            del self._open[loop]
-            await shared.stores.aclose()
-
-    def _shared(self) -> _Shared:
-        loop = asyncio.get_running_loop()
-        shared = self._open.get(loop)
-        if shared is None:
-            shared = self._open[loop] = _Shared(self.template)
-        return shared
+            del self._open[asyncio.get_running_loop()]
+            try:
+                if use.reader is not None:
+                    await use.reader.aclose()
+            finally:
+                await use.stores.aclose()
 
 
-class _Shared:
-    def __init__(self, template: Stores) -> None:
-        self.stores = template.fresh()
+class LoopUse:
+    """The stores of one loop, and the number of their users.
+
+    Attributes:
+        reader: what a user has made that reads from the stores, and is closed before them; None at first.
+    """
+
+    def __init__(self, stores: Stores) -> None:
+        self.stores = stores
         self.users = 0
+        self.reader: Any = None

@@ -8,11 +8,9 @@ each sample is, and read those that they are asked for.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import cached_property
@@ -32,7 +30,7 @@ from asyncloader.remote.random_access.host_files import HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, index_all
 from asyncloader.remote.random_access.shard_reader import THREADS, ShardsReader
 from asyncloader.remote.reading import READ_AHEAD
-from asyncloader.remote.stores import LoopStores, Stores, names_of
+from asyncloader.remote.stores import LoopStores, LoopUse, Stores, names_of
 from asyncloader.sizes import Size, optional_size, size
 from asyncloader.transports import Transport
 from asyncloader.transports.blocking import BlockingPool
@@ -118,20 +116,9 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
             )
         )
         place = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
-        self._files = HostFiles(place, optional_size("cache_bytes", cache_bytes))
         self._open_files = OpenFiles()
+        self._files = HostFiles(place, optional_size("cache_bytes", cache_bytes), self._open_files)
         self._catalog: SampleCatalog | None = None
-        self._forget()
-
-    def _forget(self) -> None:
-        self._readers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopReader] = weakref.WeakKeyDictionary()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_readers"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._forget()
 
     def __repr__(self) -> str:
         catalog = self._catalog
@@ -210,58 +197,34 @@ class RemoteMapDataset(Dataset[Any], DigestedDataset):
         numbers = np.array(asked, np.int64)
         if least < 0:
             numbers[numbers < 0] += count
-        entered = self._enter()
+        use = self._stores.enter()
         try:
-            return await (entered.reader or self._open_reader(entered)).read(numbers)
+            reader: ShardsReader = use.reader or self._open_reader(use)
+            return await reader.read(numbers)
         finally:
-            await self._leave(entered)
+            await self._stores.leave()
 
     async def __aenter__(self) -> Self:
-        self._enter()
+        self._stores.enter()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._leave(self._readers[asyncio.get_running_loop()])
+        await self._stores.leave()
 
-    def _open_reader(self, entered: _LoopReader) -> ShardsReader:
+    def _open_reader(self, use: LoopUse) -> ShardsReader:
         assert self._catalog is not None
-        entered.reader = ShardsReader(
+        use.reader = reader = ShardsReader(
             self._catalog,
-            self._stores.here(),
+            use.stores,
             self._files,
             self._open_files,
             max_sample_bytes=self.max_sample_bytes,
             read_ahead=self.read_ahead,
             columns=self.columns,
         )
-        return entered.reader
-
-    def _enter(self) -> _LoopReader:
-        self._stores.enter()
-        entered = self._readers.setdefault(asyncio.get_running_loop(), _LoopReader())
-        entered.users += 1
-        return entered
-
-    async def _leave(self, entered: _LoopReader) -> None:
-        entered.users -= 1
-        try:
-            if not entered.users:
-                # Before the close, which waits: a user that enters during it gets a new reader.
-                del self._readers[asyncio.get_running_loop()]
-                if entered.reader is not None:
-                    await entered.reader.aclose()
-        finally:
-            await self._stores.leave()
-
-
-class _LoopReader:
-    """The reader of one loop, and the number of its users."""
-
-    def __init__(self) -> None:
-        self.reader: ShardsReader | None = None
-        self.users = 0
+        return reader
 
 
 async def index_shards(
@@ -300,7 +263,7 @@ async def index_shards(
         shards = await find_shards(urls, stores, format)
         indexer = Indexer(
             stores,
-            HostFiles(None, None),
+            HostFiles(None, None, OpenFiles()),
             pool,
             max_sample_bytes=size("max_sample_bytes", max_sample_bytes),
             read_ahead=size("read_ahead", read_ahead),

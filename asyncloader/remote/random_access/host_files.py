@@ -1,12 +1,13 @@
 """Files that the processes of one host make once and read together: indexes of samples, and decoded chunks.
 
-Data path: indexing, chunks -> [host_files: cache_store] -> kept_chunks, in every process of the host.
+Data path: indexing, chunks -> [host_files: cache_store, open_files] -> shard_reader, in every process of the host.
 
 With a `cache_dir` they lie in that cache, and count towards its limit (indexes, which are small, do not). Otherwise,
 and for objects without a version, in a folder of this dataset, which lives as long as the process that made it.
 
 A file is made under a lock, so that one process makes it and the others wait. The kernel releases the lock when its
-process ends, however it ends. A file appears whole or not at all (`cache_store`).
+process ends, however it ends. A file appears whole or not at all (`cache_store`). Those of decoded chunks stay open
+between reads: to open a file and compare its footer takes as long as to read a sample or two.
 """
 
 # Names are strings, as in `cache_store`.
@@ -23,14 +24,15 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.errors import warn_aside
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_layout import hash_key, storable_etag
-from asyncloader.transports.cache_store import CacheStore, EntryLost
+from asyncloader.transports.cache_store import CacheEntry, CacheStore, EntryLost
 from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.file_lock import open_regular, same_file, try_lock, unlock
+from asyncloader.transports.open_files import OpenFile, OpenFiles
 
 _R = TypeVar("_R")
 
@@ -44,28 +46,36 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.05
 _PREFIX = "asyncloader-samples-"
 
 
-class Content(Protocol):
-    """The bytes of a file: a `CacheEntry`, or those that were just made."""
+class FileContent(OpenFile):
+    """The open file of an index or of a decoded chunk.
 
-    @property
-    def size(self) -> int:
-        """The number of bytes."""
-        ...
+    Attributes:
+        size: of its content. Behind it lies the file's footer.
+        parsed: what its reader has found out about the content, for the next read; None at first.
+    """
 
-    def read(self, start: int, length: int, /) -> bytes:
-        """Return a part. Raises EntryLost: it cannot be read."""
-        ...
+    __slots__ = ("parsed", "size")
+
+    def __init__(self, entry: CacheEntry) -> None:
+        self.size = entry.size
+        self.parsed: Any = None
+        super().__init__(entry.detach(), entry.path)
 
 
-class _FreshContent:
-    """Bytes that were just made."""
+class FreshContent:
+    """Bytes that were just made. Attributes as of `FileContent`."""
 
     def __init__(self, data: bytes) -> None:
         self.size = len(data)
+        self.parsed: Any = None
         self._data = data
 
     def read(self, start: int, length: int) -> bytes:
+        """Return a part."""
         return self._data[start : start + length]
+
+
+Content = FileContent | FreshContent
 
 
 class FileName(NamedTuple):
@@ -74,7 +84,7 @@ class FileName(NamedTuple):
     Attributes:
         what: the URL, and the way in which the content is made of it.
         version: of the object; None: it has none, and the file is of use to this dataset alone.
-        small: an index, which does not count towards the limit.
+        small: an index, which does not count towards the limit, and is not kept open.
     """
 
     what: str
@@ -89,22 +99,20 @@ class HostFiles:
         cache_dir: of the dataset; None: the files lie in a folder of their own.
         limit: the most bytes of decoded chunks. None: no limit in a `cache_dir`; otherwise half of the space that was
             free.
+        open_files: keeps files open.
     """
 
-    def __init__(self, cache_dir: str | None, limit: int | None) -> None:
+    def __init__(self, cache_dir: str | None, limit: int | None, open_files: OpenFiles) -> None:
         self._cache_dir = cache_dir
         self._limit = limit
+        self._open_files = open_files
         self._private: str | None = None
         self._stores: dict[str, CacheStore] = {}
         self._making: dict[int, threading.Lock] = {}  # by pid: a fork must not inherit a locked lock
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_cache_dir": self._cache_dir, "_limit": self._limit, "_private": self._private}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_cache_dir"], state["_limit"])  # type: ignore[misc]
-        self._private = state["_private"]
+        return vars(self) | {"_stores": {}, "_making": {}, "_warned": False}
 
     def prepare(self) -> None:
         """Make the folder that copies of this object share. Blocks for a moment."""
@@ -118,49 +126,67 @@ class HostFiles:
         pool: BlockingPool,
         slots: asyncio.Semaphore,
     ) -> _R:
-        """Return the result of `use`, called in a thread with the bytes of a file, which is made if it is missing.
+        """Return the result of `use`, called in a thread with the content of a file, which is made if it is missing.
 
         Args:
             name: of the file.
             make: makes its bytes, in the running loop. Called once per host, unless the file does not fit.
-            use: called with them, or with an open `CacheEntry`, which is closed afterwards.
+            use: called with its content.
             pool: the threads.
             slots: how many files are made at a time.
 
         Raises:
             The errors of `make` and `use`.
         """
-        key, version = hash_key(name.what), name.version or "none"
-        store, found = await pool.run(partial(self._use_kept, name, key, version, use))
+        kept = self._open_files.find(name)
+        if isinstance(kept, FileContent):
+            try:
+                return await pool.run(partial(use, kept))
+            except EntryLost:
+                self._open_files.drop(name)
+        store, found = await pool.run(partial(self._use_kept, name, use))
         if found is not None:
             return found[0]
-        if store is None:
-            async with slots:
-                data = await make()
-            return await pool.run(partial(use, _FreshContent(data)))
         # The slot first: a process that waits for a slot holds no lock that others wait for.
         async with slots:
-            path = os.path.join(store.directory, "asyncloader-locks", f"{int(key[:8], 16) % _LOCKS:04}")
-            async with _making(path, pool):
-                # Made by another process meanwhile?
-                found = await pool.run(partial(_use_entry, store, key, version, use))
-                if found is not None:
-                    return found[0]
+            if store is None:
                 data = await make()
-                await pool.run(partial(self._put, store, key, version, data))
-        return await pool.run(partial(use, _FreshContent(data)))
+            else:
+                lock = f"{int(hash_key(name.what)[:8], 16) % _LOCKS:04}"
+                async with _making(os.path.join(store.directory, "asyncloader-locks", lock), pool):
+                    # Made by another process meanwhile?
+                    _, found = await pool.run(partial(self._use_kept, name, use))
+                    if found is not None:
+                        return found[0]
+                    data = await make()
+                    await pool.run(partial(self._put, store, name, data))
+        return await pool.run(partial(use, FreshContent(data)))
 
-    def _use_kept(
-        self, name: FileName, key: str, version: str, use: Callable[[Content], _R]
-    ) -> tuple[CacheStore | None, tuple[_R] | None]:
+    def _use_kept(self, name: FileName, use: Callable[[Content], _R]) -> tuple[CacheStore | None, tuple[_R] | None]:
+        """Use a file that exists. Returns where it is, or would be, and the result; None: it does not exist."""
         store = self._store(name)
-        return store, None if store is None else _use_entry(store, key, version, use)
+        if store is None:
+            return None, None
+        try:
+            entry = store.open(hash_key(name.what), name.version or "none")
+        except OSError:
+            entry = None
+        if entry is None:
+            return store, None
+        content = FileContent(entry)
+        try:
+            found = (use(content),)
+        except EntryLost:
+            return store, None
+        if not name.small:
+            self._open_files.keep(name, content)
+        return store, found
 
-    def _put(self, store: CacheStore, key: str, version: str, data: bytes) -> None:
+    def _put(self, store: CacheStore, name: FileName, data: bytes) -> None:
         limit = store.usage.limit
         text = None
         try:
-            store.put(key, version, data)
+            store.put(hash_key(name.what), name.version or "none", data)
             if limit is not None and len(data) > limit // 2:
                 text = f"a decoded chunk has {len(data):,} bytes, and all of them may have {limit:,}"
         except OSError as error:
@@ -200,33 +226,14 @@ class HostFiles:
             return self._private
 
 
-def _use_entry(store: CacheStore, key: str, version: str, use: Callable[[Content], _R]) -> tuple[_R] | None:
-    try:
-        entry = store.open(key, version)
-    except OSError:
-        return None
-    if entry is None:
-        return None
-    try:
-        return (use(entry),)
-    except EntryLost:
-        return None
-    finally:
-        entry.close()
-
-
 def _make_own() -> tuple[str, int]:
     """Make a folder, and return it with the descriptor that locks it."""
     while True:
         folder = tempfile.mkdtemp(prefix=_PREFIX)
         path = os.path.join(folder, "owner")
         lock = open_regular(path, os.O_RDWR | os.O_CREAT)
-        try:
-            if try_lock(lock) and same_file(lock, path):
-                return folder, lock
-        except BaseException:
-            os.close(lock)
-            raise
+        if try_lock(lock) and same_file(lock, path):
+            return folder, lock
         os.close(lock)  # before it was locked, another process took it for that of a killed process, and removes it
 
 
@@ -253,14 +260,10 @@ def _sweep() -> None:
                 os.close(lock)
 
 
-_holders: dict[str, asyncio.AbstractEventLoop] = {}
-"""The loops of this process that hold locks, by the locks' files."""
-
-
 @asynccontextmanager
 async def _making(path: str, pool: BlockingPool) -> AsyncGenerator[None]:
-    """Hold the lock of a file that is being made; but do not wait for a lock that another process has for too long, or
-    a loop that was stopped: it may never run again, and its caller may wait for this file.
+    """Hold the lock of a file that is being made; but do not wait too long for another process: it may never run again,
+    and nor may another loop of this process, which was stopped.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -270,19 +273,13 @@ async def _making(path: str, pool: BlockingPool) -> AsyncGenerator[None]:
         return
     locked, until, pause = False, loop.time() + _WAIT_S, _FIRST_POLL_S
     try:
-        # Other processes send no event when they have made the file, or have ended: so it polls.
+        # Not a wait in a thread, which nothing could end: so it polls.
         while not (locked := try_lock(descriptor)) and loop.time() < until:
-            holder = _holders.get(path)
-            if holder is not None and not holder.is_running():
-                break
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_POLL_S)
-        if locked:
-            _holders[path] = loop
         yield
     finally:
         if locked:
-            _holders.pop(path, None)
             unlock(descriptor)  # also for a child that was forked meanwhile, and has the descriptor
         os.close(descriptor)
 

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats import CompressedReader, JsonlReader, Located, ShardError, ShardRange, ShardReader
-from asyncloader.formats.compressed import decoder
-from asyncloader.formats.jsonl import BOM
+from asyncloader.formats import Located, ShardError
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
-from asyncloader.remote.reading import MakeReader, Pins, check_size, read_shard_range
+from asyncloader.remote.reading import Pins, check_size, read_shard_range
 from asyncloader.remote.sample_index import (
     MAX_INDEX_BYTES,
     SampleIndex,
@@ -32,11 +30,11 @@ from asyncloader.remote.sample_index import (
     index_name,
     parse_index,
 )
-from asyncloader.remote.shard_sizes import REQUESTS, with_counts
+from asyncloader.remote.shard_sizes import for_each, with_counts
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores, scheme_of, strip_signature
 from asyncloader.transports import ObjectInfo, ObjectNotFound
-from asyncloader.transports.base import changed_error, gather_all
+from asyncloader.transports.base import changed_error
 from asyncloader.transports.blocking import BlockingPool
 
 READ_AT_ONCE = 8
@@ -123,7 +121,11 @@ class Indexer:
                 *(len(shards), done, _LOG_AFTER_S),
             )
 
-        await _each(count, len(shards), report)
+        timer = asyncio.get_running_loop().call_later(_LOG_AFTER_S, report)
+        try:
+            await for_each(range(len(shards)), count)
+        finally:
+            timer.cancel()
         starts = np.zeros(len(shards) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         return SampleCatalog(counted, infos, starts)
@@ -144,7 +146,7 @@ class Indexer:
             found = await self.beside(shard, info)
             return dump_index(await self.make(shard, info) if found is None else found)
 
-        what = f"{name_of(shard)}\0samples\0{format_name(shard.format)}\0{self._max}"
+        what = f"{strip_signature(shard.url)}\0samples\0{format_name(shard.format)}\0{self._max}"
 
         def use(kept: Content) -> SampleIndex | None:
             try:
@@ -207,7 +209,6 @@ class Indexer:
             CatalogRange(0),
             max_sample_bytes=self._max,
             on_bad=bad.append,
-            reader=_line_reader(shard, self._max, bad) if shard.format.name == "jsonl" else None,
             read_ahead=self._ahead,
             pins=pins,
         )
@@ -237,47 +238,6 @@ class Indexer:
         return SampleIndex(format_name(shard.format), info.size, info.etag, edges, whole)
 
 
-def name_of(shard: Shard) -> str:
-    """Return the URL that names a shard's files, without a signature."""
-    return strip_signature(shard.url) if scheme_of(shard.url) in ("http", "https") else shard.url
-
-
-class _LineReader(JsonlReader):
-    """Finds lines without parsing them: a line that is no JSON is a bad sample, which counts."""
-
-    def _read(self, line: bytes, resume: int) -> None:
-        self._check_size(len(line), self._at)
-        if not self._at:
-            line = line.removeprefix(BOM)  # the first line may be blank behind it
-        if line and not line.isspace():
-            self._out.append(Located({}, resume))
-        self._at = resume
-
-
-def _line_reader(shard: Shard, most: int, bad: list[ShardError]) -> MakeReader:
-    compression = shard.format.compression
-
-    def make(url: str, part: ShardRange) -> ShardReader:
-        lines = _LineReader(url, start=part.start, max_sample_bytes=most, on_bad=bad.append)
-        return lines if compression is None else CompressedReader(url, lines, decoder(compression))
-
-    return make
-
-
-async def _each(work: Callable[[int], Awaitable[Any]], count: int, report: Callable[[], None]) -> None:
-    waiting = iter(range(count))
-
-    async def some() -> None:
-        for number in waiting:
-            await work(number)
-
-    timer = asyncio.get_running_loop().call_later(_LOG_AFTER_S, report)
-    try:
-        await gather_all(some() for _ in range(min(REQUESTS, count)))
-    finally:
-        timer.cancel()
-
-
 async def index_all(shards: Sequence[Shard], stores: Stores, indexer: Indexer) -> int:
     """Make the indexes that are missing beside shards, or do not fit, and write them there. Return how many.
 
@@ -288,9 +248,8 @@ async def index_all(shards: Sequence[Shard], stores: Stores, indexer: Indexer) -
     """
     made = 0
 
-    async def one(number: int) -> None:
+    async def one(shard: Shard) -> None:
         nonlocal made
-        shard = shards[number]
         info = await indexer.info(shard)
         try:
             if await indexer.beside(shard, info) is not None:
@@ -312,5 +271,5 @@ async def index_all(shards: Sequence[Shard], stores: Stores, indexer: Indexer) -
         await transport.write(f"{folder}{slash}{index_name(name)}", [dump_index(index)])
         made += 1
 
-    await _each(one, len(shards), lambda: None)
+    await for_each(shards, one)
     return made

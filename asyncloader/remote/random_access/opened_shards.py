@@ -1,22 +1,26 @@
-"""A shard of which samples are read, and the samples of one call that lie in it.
+"""A shard of which samples are read, and the samples of one call that lie in it; makes samples of their bytes.
 
-Data path: numbers -> [opened_shards] -> shard_reader.
+Data path: numbers, transport or the cache's files -> [opened_shards] -> shard_reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from asyncloader.formats import JsonlReader, MdsReader, Sample, ShardError, ShardReader, TarReader, read_whole
+from asyncloader.formats.base import SampleSlices
+from asyncloader.formats.compressed import Compression
+from asyncloader.formats.tar import END
+from asyncloader.formats.tfrecord import TFRecordReader
 from asyncloader.remote.catalog import PARQUET, Shard
-from asyncloader.remote.random_access.chunks import compression_of
 from asyncloader.remote.random_access.host_files import FileName
-from asyncloader.remote.random_access.indexing import name_of
-from asyncloader.remote.random_access.sample_parsing import SampleParser
+from asyncloader.remote.stores import strip_signature
 from asyncloader.transports import ObjectInfo, PinnedReader, SizeUnknown, plan_ranges
 from asyncloader.transports.base import changed_error, gather_all
 from asyncloader.transports.cached_object import CachedObject
@@ -27,6 +31,61 @@ from asyncloader.transports.pinned import PinnedObject
 GAP = 1 << 16
 """Bytes between two samples that are read to save a request to a network: requests are concurrent, so it saves no round
 trip, but about as much CPU time as 64 KiB take."""
+
+_READERS: dict[str, Any] = {"tar": TarReader, "tfrecord": TFRecordReader, "jsonl": JsonlReader}
+
+
+def compression_of(shard: Shard) -> Compression | None:
+    """Return the compression of a whole shard."""
+    return shard.format.compression if shard.mds is None else shard.mds.compression
+
+
+class SampleParser:
+    """Makes samples of the bytes of a shard that an index says it has.
+
+    Args:
+        shard: the shard.
+        max_sample_bytes: refuse a sample with more (decompressed) bytes.
+    """
+
+    def __init__(self, shard: Shard, max_sample_bytes: int) -> None:
+        self._url = shard.url
+        self._max = max_sample_bytes
+        self._tail = END if shard.format.name == "tar" else b""
+        self._whole = read_whole(shard.url, shard.format.name, shard.mds)
+        made: Callable[..., ShardReader] = _READERS.get(shard.format.name, JsonlReader)
+        make = partial(made, shard.url) if shard.mds is None else partial(MdsReader, shard.url, shard.mds)
+        self._reader: Callable[..., ShardReader] = partial(make, max_sample_bytes=max_sample_bytes)
+
+    def parse(self, source: SampleSlices, at: int, end: int, start: int) -> Sample:
+        """Return the sample in these bytes.
+
+        Args:
+            source: has them.
+            at: their position in `source`: where the sample before ends.
+            end: where this sample ends.
+            start: their offset in the shard, after decompression.
+
+        Raises:
+            ShardError: they are no sample, or more.
+        """
+        length = end - at
+        # The members, lines or records of a sample are not larger than its bytes, so they are within the limit, too.
+        if length <= self._max and (sample := self._whole(source, at, end, start)) is not None:
+            return sample
+        reader = self._reader(start=start)
+        found = reader.feed(source[at:end])
+        if not found:
+            # A tar's sample ends where the next begins, or the archive; other samples end by themselves.
+            found = reader.feed(self._tail) if self._tail else reader.end()
+        if len(found) != 1 or found[0].resume != start + length:
+            raise ShardError(
+                f"the index of its samples does not fit this shard: {len(found)} samples where one should be; remove "
+                "the index, and make it again",
+                url=self._url,
+                offset=start,
+            )
+        return found[0].sample
 
 
 class OpenShard:
@@ -88,7 +147,7 @@ class OpenShard:
         """Name the file of what was decoded of the shard."""
         # Of a local file that is too new for a version, what was decoded must not outlive a change.
         fresh = self.pinned.version if isinstance(self.pinned, PinnedFile) and self.version is None else ""
-        return FileName(f"{name_of(self.shard)}\0{what}{fresh}", self.version)
+        return FileName(f"{strip_signature(self.shard.url)}\0{what}{fresh}", self.version)
 
     @property
     def version(self) -> str | None:
@@ -110,10 +169,6 @@ class SampleGroup(NamedTuple):
             return [(start, stop - start)]
         starts = edges[self.samples]
         return list(zip(starts.tolist(), (edges[self.samples + 1] - starts).tolist(), strict=True))
-
-    def part(self, first: int, stop: int) -> SampleGroup:
-        """Return some of the samples."""
-        return SampleGroup(self.opened, self.samples[first:stop], self.places[first:stop])
 
     def put(self, found: Sequence[Any], samples: list[Any]) -> None:
         """Put the samples that were found into their places."""

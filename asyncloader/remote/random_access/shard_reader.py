@@ -1,6 +1,6 @@
 """Reads samples by their numbers, in one event loop: those of a shard together, shards at the same time.
 
-Data path: numbers -> [shard_reader: index -> byte ranges -> sample_parsing] -> dataset.
+Data path: numbers -> [shard_reader: index -> byte ranges -> opened_shards] -> dataset.
 
 The samples of a call whose bytes a cache or a local disk has are read by one call in a thread, from files that are kept
 open. Each is parsed before the next is read. All others are read shard by shard, at the same time; the transport joins
@@ -24,13 +24,10 @@ import numpy.typing as npt
 from asyncloader.formats import Sample, ShardError
 from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.catalog import PARQUET
-from asyncloader.remote.random_access.chunks import compression_of, unpack
-from asyncloader.remote.random_access.host_files import HostFiles
+from asyncloader.remote.random_access.chunks import RowReader, unpack
+from asyncloader.remote.random_access.host_files import Content, HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog
-from asyncloader.remote.random_access.kept_chunks import DecodedChunk, KeptChunks
-from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup
-from asyncloader.remote.random_access.row_reader import RowReader
-from asyncloader.remote.random_access.sample_parsing import SampleParser
+from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup, SampleParser, compression_of
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
@@ -92,8 +89,9 @@ class ShardsReader:
         self._pool = BlockingPool("shards", THREADS)
         self._local_reads = BlockingPool("local shards", THREADS)
         self._indexer = Indexer(stores, files, self._pool, max_sample_bytes=max_sample_bytes, read_ahead=read_ahead)
-        self._chunks = KeptChunks(files, open_files, self._pool, asyncio.Semaphore(DECODED_AT_ONCE))
-        self._rows = RowReader(self._chunks, RowOptions(columns, max_sample_bytes, read_ahead))
+        self._files = files
+        self._slots = asyncio.Semaphore(DECODED_AT_ONCE)
+        self._rows = RowReader(files, self._pool, self._slots, RowOptions(columns, max_sample_bytes, read_ahead))
         self._open: OrderedDict[int, OpenShard] = OrderedDict()  # the last used last
         self._index_bytes = 0
         self._timer: asyncio.TimerHandle | None = None  # while files are open
@@ -244,7 +242,7 @@ class ShardsReader:
         if edges is not None and self._is_odd(opened, edges, samples):
             return [await self._read_stepwise(opened, edges, each) for each in samples.tolist()]
 
-        def use(unpacked: DecodedChunk) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
+        def use(unpacked: Content) -> tuple[npt.NDArray[np.int64], list[tuple[bytes, int]]]:
             opened.check_file()
             found = edges
             if found is None:
@@ -256,8 +254,8 @@ class ShardsReader:
             return found, [(unpacked.read(*each), each[0]) for each in zip(starts, lengths, strict=True)]
 
         name = opened.decoded_name("unpacked")
-        make = partial(unpack, self._stores, shard, opened.info, self._ahead)
-        found, data = await self._chunks.use(name, partial(opened.decode, make), use)
+        make = partial(opened.decode, partial(unpack, self._stores, shard, opened.info))
+        found, data = await self._files.use(name, make, use, self._pool, self._slots)
         if opened.edges is None:
             self._keep_edges(opened, found)
         parse = opened.parser.parse

@@ -336,7 +336,7 @@ def test_an_index_that_is_forgotten(tmp_path: Path) -> None:
             RemoteMapDataset(put_all(store, folder), cache_dir=tmp_path / "cache") as dataset,
         ):
             await dataset.__getitems__([0])
-            reader = dataset._readers[asyncio.get_running_loop()].reader
+            reader = dataset._stores.here().reader
             assert reader is not None
             gate = threading.Event()
             holding = [asyncio.ensure_future(reader._local_reads.run(gate.wait)) for _ in range(THREADS)]
@@ -366,7 +366,7 @@ def test_files_of_a_read_that_fails(tmp_path: Path) -> None:
             with pytest.raises(ShardError, match="no JSON"):
                 await dataset[1]
             assert len(dataset._open_files) == 1
-            reader = dataset._readers[asyncio.get_running_loop()].reader
+            reader = dataset._stores.here().reader
             assert reader is not None
             assert reader._timer is not None
 

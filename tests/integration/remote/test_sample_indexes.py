@@ -29,6 +29,7 @@ from asyncloader.remote.random_access import host_files
 from asyncloader.remote.random_access.indexing import Indexer
 from asyncloader.transports import MemoryTransport, WriteFailed
 from asyncloader.transports.file_lock import open_regular, try_lock
+from asyncloader.transports.open_files import OpenFiles
 from tests import script_server
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import LOOPS, ROOT, environment, run_async
@@ -233,7 +234,7 @@ def test_a_new_folder_that_another_process_removes(monkeypatch: pytest.MonkeyPat
         os.close(locks[0])
 
     monkeypatch.setattr(host_files, "open_regular", take)
-    files = host_files.HostFiles(None, None)
+    files = host_files.HostFiles(None, None, OpenFiles())
     files.prepare()
     if removed == "after":
         end()
@@ -270,7 +271,7 @@ def test_the_folder_of_a_process_that_was_killed(tars: Path) -> None:
 def test_a_loop_that_was_stopped_while_it_makes_an_index(
     tars: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may never go on, and has the lock: `state_dict` and the next loop make the index without it."""
+    """It may never go on, and has the lock: after a wait `state_dict` and the next loop make the index without it."""
     make = Indexer.make
 
     async def stops(self: Indexer, *args: Any) -> Any:
@@ -291,6 +292,6 @@ def test_a_loop_that_was_stopped_while_it_makes_an_index(
         stopped.run_forever()
         assert not first.done()
         with monkeypatch.context() as patch:
-            patch.setattr(host_files, "_WAIT_S", 1e9)
+            patch.setattr(host_files, "_WAIT_S", 0.05)
             assert loader.state_dict()["length"] == TOTAL
             assert len(run_async(whole(), kind)) == TOTAL

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteMapDataset
 from asyncloader.errors import ShardError
-from asyncloader.remote.random_access import chunks, host_files, row_reader
+from asyncloader.remote.random_access import chunks, host_files
 from asyncloader.transports import ReadFailed
 from asyncloader.transports.file_lock import open_regular, try_lock
 from tests import script_server
@@ -101,9 +101,10 @@ def test_decoded_once_for_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     async def count(*arguments: Any, **options: Any) -> bytes:
         decoded.append(arguments[3])
-        return await chunks.decode_rows(*arguments, **options)
+        return await decode_rows(*arguments, **options)
 
-    monkeypatch.setattr(row_reader, "decode_rows", count)
+    decode_rows = chunks.decode_rows
+    monkeypatch.setattr(chunks, "decode_rows", count)
     dataset = RemoteMapDataset(tmp_path / "s.parquet", cache_bytes=10)
     with pytest.warns(RuntimeWarning, match="Raise cache_bytes="):
         found = run_async(dataset.__getitems__(range(200)))

@@ -119,7 +119,7 @@ async def test_a_cancelled_close_closes_every_transport(monkeypatch: pytest.Monk
     for turns in (1, 2, 3):
         stores = LoopStores(Stores())
         stores.enter()
-        opened = [stores.here().find(f"memory://{host}/x")[0] for host in "abc"]
+        opened = [stores.here().stores.find(f"memory://{host}/x")[0] for host in "abc"]
         await cancelled_after(turns, stores.leave())
         for transport in opened:
             with pytest.raises(TransportClosed):
