@@ -72,12 +72,11 @@ def explain(name: str, spec: LoaderSpec[Any], statistics: Statistics, pool: Work
     config = EpochConfig.of(spec)
     lines = [f"{name}: {_workers(config)}", *_concurrency(config, statistics)]
     if config.num_workers:
-        lines.append(f"memory: {_rings(config, pool)}")
-        lines += _copied(config)
-        lines.append(f"collation: {_collation(config)}")
-        lines.append(f"faults: {_faults(config)}")
+        lines += [f"memory: {_rings(config, pool)}", *_copied(config)]
+        lines += [f"collation: {_collation(config)}", f"faults: {_faults(config)}"]
     lines.append(f"order: {_order(config)}")
-    lines.append(f"pinning: {_pinning(spec)}")
+    if spec.pin_memory:
+        lines.append(f"pinning: {_pinning()}")
     if config.device is not None:
         lines.append(f"device: {_device(spec, config, statistics)}")
     if given := given_options(spec):
@@ -109,27 +108,27 @@ def _workers(config: EpochConfig) -> str:
         return f"no workers, {kind} dataset{streams} read in this process"
     keep = "persistent" if config.persistent_workers else "for one epoch"
     method = start_method(config)
+    where = "in threads" if method == THREADS else f"by {method}"
     if method == "service":
         where = f"at {config.dataset.service.url}"
-    else:
-        where = "in threads" if method == THREADS else f"by {method}"
     return f"{config.num_workers} workers {where}, {keep}, {config.credits} batches ahead each, {kind} dataset{streams}"
 
 
 def _concurrency(config: EpochConfig, statistics: Statistics) -> list[str]:
     lines = []
     if config.concurrent and not config.iterable:
-        most = config.credits
         depth = statistics.prefetch_depth
-        room = "" if depth in (0, most) else f" ({depth} now, as large as they are)"
+        room = "" if depth in (0, config.credits) else f" ({depth} now, as large as they are)"
         how = f"by {config.fetch_threads} threads" if config.fetch_threads else f"{config.concurrency} at a time"
-        where = "each worker's" if config.num_workers else "the"
-        lines.append(f"samples: fetched {how}, over {where} {most} batches in hand{room}")
+        lines.append(f"samples: fetched {how}, over {config.credits} batches in hand{room}")
     if config.decode is not None:
         threads = config.decode_threads if config.concurrent else 0
-        name = getattr(config.decode, "__qualname__", repr(config.decode))
-        lines.append(f"decoding: {name}, " + (f"in {threads} threads" if threads else "inline"))
+        lines.append(f"decoding: {_named(config.decode)}, " + (f"in {threads} threads" if threads else "inline"))
     return lines
+
+
+def _named(function: Any) -> str:
+    return str(getattr(function, "__qualname__", repr(function)))
 
 
 def _rings(config: EpochConfig, pool: WorkerPool | None) -> str:
@@ -137,10 +136,8 @@ def _rings(config: EpochConfig, pool: WorkerPool | None) -> str:
         return "none: batches are made in this process's memory"
     most = config.ring_bytes
     bound = "following the batches seen" if most is None else f"bounded by ring_bytes={most:,}"
-    if pool is None:
-        return f"one anonymous ring a worker, {bound}"
-    sizes = ", ".join(f"{keeper.nbytes:,}" for keeper in pool.rings)
-    return f"one anonymous ring a worker of {sizes} bytes (virtual until used), {bound}"
+    sizes = "" if pool is None else f" of {', '.join(f'{keeper.nbytes:,}' for keeper in pool.rings)} bytes"
+    return f"one anonymous ring a worker{sizes}, {bound}"
 
 
 _LARGE = 100_000
@@ -152,9 +149,7 @@ def _copied(config: EpochConfig) -> list[str]:
     method = start_method(config)
     if method in (THREADS, "service"):
         return []
-    how = (
-        "comes to copy as it reads them, because it counts references in them" if method == "fork" else "has a copy of"
-    )
+    how = "comes to copy, as it counts references in them" if method == "fork" else "has a copy of"
     return [
         f"sharing: {name} has {number:,} Python objects, which each worker {how}; asyncloader.share keeps one for all"
         for name, number in _large_structures(config.dataset, "dataset")
@@ -173,49 +168,38 @@ def _large_structures(dataset: Any, name: str) -> Iterator[tuple[str, int]]:
 
 
 def _collation(config: EpochConfig) -> str:
-    if config.collate_fn is torch_collate.default_collate:
-        place = "memory that is reused" if start_method(config) == THREADS else "the ring"
-        return f"default, straight into {place} (one copy)"
-    name = getattr(config.collate_fn, "__qualname__", repr(config.collate_fn))
-    return f"{name} makes the batch in private memory, which is then copied to the ring (a second copy)"
+    if config.collate_fn is not torch_collate.default_collate:
+        return f"{_named(config.collate_fn)} makes the batch in private memory, which is then copied to the ring"
+    place = "memory that is reused" if start_method(config) == THREADS else "the ring"
+    return f"default, straight into {place} (one copy)"
 
 
 def _faults(config: EpochConfig) -> str:
-    most = config.max_restarts
-    deaths = (
+    most, hangs = config.max_restarts, config.worker_timeout
+    text = (
         f"a worker that dies is replaced, {most} times an epoch at most" if most else "a worker's death ends the epoch"
     )
-    hangs = (
-        "" if config.worker_timeout is None else f", one that is at a task for {config.worker_timeout:g} s is killed"
-    )
-    if config.on_error == "raise":
-        return f"{deaths}{hangs}; a sample that raises fails its batch"
-    found = {"skip": "is left out", "refill": "is replaced by another one"}
+    text += "" if hangs is None else f", one that is at a task for {hangs:g} s is killed"
+    found = {"raise": "fails its batch", "skip": "is left out", "refill": "is replaced by another one"}
     what = found[config.on_error] if isinstance(config.on_error, str) else "is replaced by on_error"
-    return f"{deaths}{hangs}; a sample that raises {what}"
+    return f"{text}; a sample that raises {what}"
 
 
 def _order(config: EpochConfig) -> str:
-    delivery = "in task order" if config.in_order else "as batches complete"
-    if config.seed is None:
-        return f"the sampler's, {delivery}" if config.num_workers else "the sampler's"
     rank, world_size = config.topology
-    share = f", rank {rank} of {world_size} (on_uneven={config.on_uneven!r})" if world_size > 1 else ""
-    if not config.num_workers:
-        return f"seeded by {config.seed}{share}"
-    ahead = (
-        f", up to {config.reorder_window} batches ahead of a slow one"
-        if config.in_order and not config.iterable
-        else ""
-    )
-    return f"seeded by {config.seed}{share}, {delivery}{ahead}"
+    text = "the sampler's" if config.seed is None else f"seeded by {config.seed}"
+    if config.seed is not None and world_size > 1:
+        text += f", rank {rank} of {world_size} (on_uneven={config.on_uneven!r})"
+    if config.num_workers:
+        text += ", in task order" if config.in_order else ", as batches complete"
+    if config.num_workers and config.reorder_window:
+        text += f", up to {config.reorder_window} batches ahead of a slow one"
+    return text
 
 
-def _pinning(spec: LoaderSpec[Any]) -> str:
+def _pinning() -> str:
     import torch
 
-    if not spec.pin_memory:
-        return "off"
     if not torch.accelerator.is_available():
         return "asked for, but there is no accelerator: plain memory"
     return "page-locked copies, made in a thread ahead of the consumer"
@@ -225,27 +209,22 @@ def _device(spec: LoaderSpec[Any], config: EpochConfig, statistics: Statistics) 
     import torch
 
     device = torch.device(config.device)  # type: ignore[arg-type]
-    ahead = f"{config.device_prefetch} {'batch' if config.device_prefetch == 1 else 'batches'} ahead"
+    ahead = f"{config.device_prefetch} ahead" if config.num_workers else "when asked for"
     if device.type == "cpu":
-        if config.device_transform is None and not config.static_buffers:
-            return "cpu, where batches are made: nothing to copy"
-        return f"cpu, where batches are made; they are prepared {ahead if config.num_workers else 'when asked for'}"
-    if not config.num_workers:
-        return f"{device}, copied when they are asked for"
-    if device.type != "cuda":
-        return f"{device}, {ahead}, by plain copies: rings are page-locked for CUDA alone"
+        return f"cpu, where batches are made; prepared {ahead}"
+    if not config.num_workers or device.type != "cuda":
+        return f"{device}, copied {ahead}"
     transfer = current_transfer(spec)
     if transfer is not None and transfer.accelerator.lock is None:
         return f"{device}, {ahead}, by way of page-locked copies: {transfer.accelerator.unlocked_because}"
-    if not statistics.page_locked_bytes:
-        if statistics.staged_batches > 1:
-            return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"
+    locked, staged = statistics.page_locked_bytes, statistics.staged_batches
+    if not locked and staged > 1:
+        return f"{device}, {ahead}, by way of page-locked copies: batches do not fit into rings of this ring_bytes"
+    if not locked:
         return f"{device}, {ahead}, copied from rings that are page-locked when the first batch comes"
-    copied = statistics.staged_batches
-    staged = f"; {copied} batches were copied to page-locked memory first" if copied else ""
+    more = f"; {staged} batches were copied to page-locked memory first" if staged else ""
     return (
-        f"{device}, {ahead}, copied from rings of {statistics.page_locked_bytes:,} bytes, page-locked in "
-        f"{statistics.page_lock_s:.2f} s{staged}"
+        f"{device}, {ahead}, copied from rings of {locked:,} bytes, page-locked in {statistics.page_lock_s:.2f} s{more}"
     )
 
 

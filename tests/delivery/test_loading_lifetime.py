@@ -316,18 +316,18 @@ def test_explain(kind: str) -> None:
     """The device, the number of batches ahead, and the way of the batches: first as planned, then as it turned out."""
     make = LOADERS[kind]
     assert "device:" not in make(Numbers(3)).explain()
-    assert "nothing to copy" in explained(make(Numbers(3), device="cpu"))
+    assert "cpu, where batches are made" in explained(make(Numbers(3), device="cpu"))
     with installed("cuda") as machine:
         loader = make(Numbers(20), num_workers=2, device="cuda:1", device_options=DeviceOptions(device_prefetch=3))
         assert explained(loader) == (
-            "device: cuda:1, 3 batches ahead, copied from rings that are page-locked when the first batch comes"
+            "device: cuda:1, 3 ahead, copied from rings that are page-locked when the first batch comes"
         )
         exhaust(loader)
         nbytes = sum(lock.nbytes for lock in machine.locks)
         assert explained(loader).startswith(
-            f"device: cuda:1, 3 batches ahead, copied from rings of {nbytes:,} bytes, page-locked in 0."
+            f"device: cuda:1, 3 ahead, copied from rings of {nbytes:,} bytes, page-locked in 0."
         )
-        assert "copied when they are asked for" in explained(make(Numbers(3), device="cuda"))
+        assert "copied when asked for" in explained(make(Numbers(3), device="cuda"))
         tight = make(Numbers(6, 9000), num_workers=1, device="cuda", tuning=Tuning(ring_bytes=1 << 12))
         exhaust(tight)
         assert "do not fit into rings of this ring_bytes" in explained(tight)

@@ -128,7 +128,6 @@ def test_explain(kind: str) -> None:
         "1,048,576",
         "default, straight into the ring",
         "as batches complete",
-        "pinning: off",
     ):
         assert words in text
     assert text.splitlines()[-1] == "Nothing was loaded yet."
