@@ -15,7 +15,7 @@ states are):
                    agree within an epoch. Not in states of earlier versions
     data_digest    digest of the data that a map dataset reads; None: it does not know. It must agree within an epoch.
                    Not in states of earlier versions
-    world_size     number of ranks that shared a batch. For errors' texts; not in states of earlier versions
+    world_size     number of ranks that shared a batch. Not read; not in states of earlier versions
     epoch          the epoch's number
     step           batches of each rank that were delivered, without a gap
     beyond         numbers of those delivered after a gap (out of order), ascending
@@ -121,35 +121,28 @@ def check_state(given: Any) -> dict[str, Any]:
             f"{VERSION}. Finish the epoch with the version of asyncloader that saved it, or begin it anew"
         )
     _check_fields(given, _TYPES, "the state")
-    ranks = given.get("world_size")
-    if ranks is not None and not (_is_count(ranks) and ranks):
-        raise StateError(f"the state is broken: world_size={_show(ranks)}")
-    arguments = given.get("arguments")
-    if not (arguments is None or (isinstance(arguments, dict) and all(isinstance(name, str) for name in arguments))):
-        raise StateError(f"the state is broken: arguments={_show(arguments)}")
-    if not isinstance(given.get("data_digest"), str | None):
-        raise StateError(f"the state is broken: data_digest={_show(given['data_digest'])}")
+    ranks, arguments, step, beyond = given.get("world_size"), given.get("arguments"), given["step"], given["beyond"]
+    _require(ranks is None or (_is_count(ranks) and ranks), f"world_size={_show(ranks)}")
+    _require(arguments is None or _has_names(arguments), f"arguments={_show(arguments)}")
+    _require(isinstance(given.get("data_digest"), str | None), f"data_digest={_show(given.get('data_digest'))}")
     for name in ("epoch", "step"):
-        if not _is_count(given[name]):
-            raise StateError(f"the state is broken: {name}={given[name]}")
-    beyond = given["beyond"]
-    if not all(_is_count(step) and step > given["step"] for step in beyond):
-        raise StateError(f"the state is broken: step={given['step']} but beyond={_show(list(beyond))}")
-    if given["sampler"] is not None:
-        _check_fields(given["sampler"], _SAMPLER, "the state's 'sampler'")
-        if not 0 <= given["sampler"]["at"] <= given["step"]:
-            raise StateError(f"the state is broken: step={given['step']} but the sampler's is {given['sampler']['at']}")
-    if given["generators"] is not None:
-        _check_generators(given["generators"])
-    if given["seeds"] is not None:
-        _check_fields(given["seeds"], _SEEDS, "the state's 'seeds'")
+        _require(_is_count(given[name]), f"{name}={given[name]}")
+    _require(all(_is_count(each) and each > step for each in beyond), f"step={step} but beyond={_show(list(beyond))}")
+    if (sampler := given["sampler"]) is not None:
+        _check_fields(sampler, _SAMPLER, "the state's 'sampler'")
+        _require(0 <= sampler["at"] <= step, f"step={step} but the sampler's is {sampler['at']}")
+    for name, text in (given["generators"] or {}).items():
+        _check_generator(name, text)
+    if (seeds := given["seeds"]) is not None:
+        _check_fields(seeds, _SEEDS, "the state's 'seeds'")
         for name in _SEEDS:
-            if (value := given["seeds"][name]) is not None and not _is_count(value):
-                raise StateError(f"the state is broken: {name}={value} of the seeds")
+            _require(seeds[name] is None or _is_count(seeds[name]), f"{name}={seeds[name]} of the seeds")
     if given["workers"] is not None:
         _check_worker_part(given["workers"])
-    elif given["kind"] == "iterable":
-        raise StateError("the state is broken: it is a stream's, but does not say where the workers stood")
+    _require(
+        given["workers"] is not None or given["kind"] != "iterable",
+        "it is a stream's, but does not say where the workers stood",
+    )
     try:
         # The user's own states, too: the caller may change them after this call.
         whole = copy.deepcopy(given)
@@ -167,44 +160,43 @@ def check_state(given: Any) -> dict[str, Any]:
     return state
 
 
-def _check_generators(generators: dict[str, Any]) -> None:
-    for name, text in generators.items():
-        # Decoded now, and not when it is used: with some damaged states torch would read beyond their end.
-        try:
-            generator_state(text)
-        except ValueError:
-            raise StateError(f"the state is broken: that of the generator {_show(name)} is none of torch's") from None
-        if name not in ("global", "own"):
-            raise StateError(f"the state is broken: there is no generator {_show(name)}")
+def _check_generator(name: Any, text: Any) -> None:
+    try:
+        generator_state(text)  # now, and not when it is used: with damaged states torch would read beyond their end
+    except ValueError:
+        raise StateError(f"the state is broken: that of the generator {_show(name)} is none of torch's") from None
+    _require(name in ("global", "own"), f"there is no generator {_show(name)}")
 
 
 def _check_worker_part(workers: dict[str, Any]) -> None:
     _check_fields(workers, _WORKERS, "the state's 'workers'")
-    streams = workers.get("loader_streams")
-    if streams is not None and not (_is_count(streams) and streams):
-        raise StateError(f"the state is broken: loader_streams={_show(streams)}")
+    streams, counts, cursors = workers.get("loader_streams"), workers["given"], workers["cursors"]
+    _require(streams is None or (_is_count(streams) and streams), f"loader_streams={_show(streams)}")
     # Without workers a single copy of the dataset is read, in the main process.
     expected, of = max(1, workers["num_workers"]), f"num_workers={workers['num_workers']}"
     if streams is not None:
         expected, of = streams, f"loader_streams={streams}"
-    if not 0 <= workers["next"] < expected:
-        raise StateError(f"the state is broken: {of}, but next={workers['next']}")
-    if not len(workers["given"]) == len(workers["cursors"]) == expected:
-        raise StateError(
-            f"the state is broken: {of}, but {len(workers['given'])} counts and {len(workers['cursors'])} cursors"
-        )
-    for given, cursor in zip(workers["given"], workers["cursors"], strict=True):
-        if not _is_count(given):
-            raise StateError(f"the state is broken: a worker gave {_show(given)} batches")
+    _require(0 <= workers["next"] < expected, f"{of}, but next={workers['next']}")
+    entries = f"{of}, but {len(counts)} counts and {len(cursors)} cursors"
+    _require(len(counts) == len(cursors) == expected, entries)
+    for given, cursor in zip(counts, cursors, strict=True):
+        _require(_is_count(given), f"a worker gave {_show(given)} batches")
         if cursor is None:
             continue
-        if not isinstance(cursor, dict):
-            raise StateError(f"the state is broken: a cursor is {type(cursor).__name__}")
+        _require(isinstance(cursor, dict), f"a cursor is {type(cursor).__name__}")
         _check_fields(cursor, _CURSOR, "a cursor of the state")
-        if not 0 <= cursor["batches"] <= given:
-            raise StateError(f"the state is broken: a cursor after {cursor['batches']} of {given} batches")
-        if cursor["itself"] not in ("", "within", "before", "ended"):
-            raise StateError(f"the state is broken: a cursor's 'itself' is {_show(cursor['itself'])}")
+        _require(0 <= cursor["batches"] <= given, f"a cursor after {cursor['batches']} of {given} batches")
+        places = ("", "within", "before", "ended")
+        _require(cursor["itself"] in places, f"a cursor's 'itself' is {_show(cursor['itself'])}")
+
+
+def _require(holds: object, problem: str) -> None:
+    if not holds:
+        raise StateError(f"the state is broken: {problem}")
+
+
+def _has_names(arguments: Any) -> bool:
+    return isinstance(arguments, dict) and all(isinstance(name, str) for name in arguments)
 
 
 def _is_count(value: Any) -> bool:
@@ -336,11 +328,9 @@ def check_workers(
             f"rank, with as many ranks{instead if of_shards else ''}"
         )
     saved_streams = workers.get("loader_streams")
-    if (saved_streams, loader_streams) != (None, None):
-        if saved_streams == loader_streams:
-            return  # whichever worker goes on with them
+    if saved_streams != loader_streams:
         raise StateError(explain_streams(saved_streams, loader_streams, workers["num_workers"]))
-    if workers["num_workers"] != num_workers:
+    if saved_streams is None and workers["num_workers"] != num_workers:  # else whichever worker goes on with them
         why = (
             f"each worker goes on with the shards that were assigned to it{instead}"
             if of_shards
@@ -433,28 +423,15 @@ def explain_batch_change(state: dict[str, Any], size: int, ranks: int) -> str:
         size: the loader's global batch.
         ranks: the number of ranks that share the loader's batches.
     """
-    saved, before = state["batch_size"], state["world_size"]
-    if ranks == 1 and before in (None, 1):
-        text = f"the state was saved with batch_size={saved}, but this loader has batch_size={size}; "
-        text += f"use batch_size={saved}"
+    saved = state["batch_size"]
+    text = f"the state was saved with a global batch of {saved} samples, but this loader's is {size}; "
+    if saved % ranks:
+        text += f"world_size={ranks} does not divide {saved}: resume with a number of ranks that does"
     else:
-        had = "" if before is None or saved % before else f" ({_on_ranks(saved // before, before)})"
-        text = (
-            f"the state was saved with a global batch of {saved} samples{had}, but this loader's is {size} "
-            f"({_on_ranks(size // ranks, ranks)}); "
-        )
-        text += (
-            f"use {_on_ranks(saved // ranks, ranks)}"
-            if saved % ranks == 0
-            else f"world_size={ranks} does not divide {saved}: resume with a number of ranks that does"
-        )
+        text += f"use batch_size={saved // ranks}" + (f" on {ranks} ranks" if ranks > 1 else "")
     if _is_computed(state) and state["step"]:
         text += f", or a global batch that divides the {state['step'] * saved} samples that were delivered"
     return text
-
-
-def _on_ranks(batch_size: int, ranks: int) -> str:
-    return f"batch_size={batch_size} on {ranks} rank{'' if ranks == 1 else 's'}"
 
 
 def _is_computed(state: dict[str, Any]) -> bool:

@@ -164,7 +164,7 @@ def test_other_orders_are_refused(made: dict[str, Any]) -> None:
         state = run.loader.state_dict()
     with (
         Stepwise("sync", AllDraws(24), batch_size=8, **options) as run,
-        pytest.raises(StateError, match=r"batch_size=4, but this loader has batch_size=8; use batch_size=4$"),
+        pytest.raises(StateError, match=r"batch of 4 samples, but this loader.s is 8; use batch_size=4$"),
     ):
         run.loader.load_state_dict(state)
 

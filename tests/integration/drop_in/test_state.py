@@ -102,31 +102,7 @@ def test_point_19_a_position_survives_an_iter_that_fails(make: Any, options: dic
     assert values(epoch(loader)) == [[15, 16, 17, 18, 19]]
 
 
-@BOTH_CLASSES
-@WORKERS
-def test_point_19_a_state_at_the_end_starts_the_next_epoch(make: Any, workers: int) -> None:
-    """A state saved at the epoch's end gives the whole next epoch (Accelerate, torchdata)."""
-    loader = make(ROWS, 5, shuffle=True, seed=3, num_workers=workers)
-    first = values(epoch(loader))
-    state = stored(loader.state_dict())
-    second = values(epoch(loader))
-    again = make(ROWS, 5, shuffle=True, seed=3, num_workers=workers)
-    again.load_state_dict(state)
-    assert values(epoch(again)) == second != first
-
-
 # ------------------------------------------------------------------------------------------- 20
-
-
-@WORKERS
-def test_point_20_delivered_batches_count(workers: int) -> None:
-    """Batches fetched ahead are not counted in the state; reading the state twice gives the same count."""
-    loader = DataLoader[Any](ROWS, 2, num_workers=workers)
-    batches = iter(loader)
-    for count in range(1, 6):
-        next(batches)
-        assert loader.state_dict()["step"] == loader.state_dict()["step"] == count
-    del batches
 
 
 def test_point_20_a_state_is_the_callers() -> None:
@@ -141,25 +117,6 @@ def test_point_20_a_state_is_the_callers() -> None:
     again = DataLoader[Any](ROWS, 5)
     again.load_state_dict(stored(state))
     assert len(epoch(again)) == 3
-
-
-@pytest.mark.parametrize("saved", [0, 2])
-@pytest.mark.parametrize("seed", [None, 3])
-def test_point_20_the_number_of_workers_may_change(saved: int, seed: int | None) -> None:
-    """A map dataset's state can be loaded with any number of workers, in both modes."""
-    options: dict[str, Any] = {"shuffle": True, "seed": seed}
-    if seed is None:
-        options["generator"] = torch.Generator().manual_seed(1)
-    expected = values(epoch(DataLoader(ROWS, 5, **options)))
-    if seed is None:
-        options["generator"] = torch.Generator().manual_seed(1)
-    state = stopped_after(DataLoader(ROWS, 5, num_workers=saved, **options), 2)
-    for workers in (0, 1, 3):
-        if seed is None:
-            options["generator"] = torch.Generator()
-        loader = DataLoader[Any](ROWS, 5, num_workers=min(workers, 2), **options)
-        loader.load_state_dict(state)
-        assert values(epoch(loader)) == expected[2:]
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -199,84 +156,6 @@ def test_point_21_an_epoch_can_be_told_instead(workers: int, late: bool) -> None
     assert values(epoch(again)) not in epochs
 
 
-def test_point_21_a_state_of_another_epoch_is_dropped() -> None:
-    """A position belongs to its epoch: when another epoch is set after loading, it starts at its beginning."""
-    loader = DataLoader[Any](ROWS, 5, shuffle=True, seed=3)
-    loader.load_state_dict(stopped_after(DataLoader(ROWS, 5, shuffle=True, seed=3), 2))
-    loader.set_epoch(1)
-    assert len(epoch(loader)) == 4
-
-
 # ------------------------------------------------------------------------------------------- 22
 
 
-class Counting(IterableDataset[int]):
-    """A stream with a state, like HF's datasets."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < 20:
-            self.at += 1
-            yield self.at - 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-class Backwards(Sampler[int]):
-    """A sampler with a state."""
-
-    def __init__(self) -> None:
-        self.left = 20
-
-    def __iter__(self) -> Iterator[int]:
-        while self.left:
-            self.left -= 1
-            yield self.left
-        self.left = 20
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"left": self.left}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.left = state["left"]
-
-
-class Remembering(Numbers):
-    """A map dataset with a state: how many samples it gave."""
-
-    given = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.given += 1
-        return self.given
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
-
-
-@BOTH_CLASSES
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("part", ["stream", "sampler", "dataset"])
-def test_point_22_what_has_a_state_is_asked_for_it(make: Any, workers: int, part: str) -> None:
-    """Streams, samplers and map datasets continue from their own state, at the delivered position (torchdata)."""
-
-    def loader(kind: Any) -> Any:
-        if part == "stream":
-            return kind(Counting(), 5, num_workers=workers)
-        if part == "sampler":
-            return kind(ROWS, 5, sampler=Backwards(), num_workers=workers)
-        return kind(Remembering(20), 5, num_workers=workers)
-
-    expected = values(epoch(loader(make)))
-    again = loader(make)
-    again.load_state_dict(stopped_after(loader(DataLoader), 2))  # either class can load the other's state
-    assert values(epoch(again)) == expected[2:]

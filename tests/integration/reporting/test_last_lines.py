@@ -250,9 +250,8 @@ OF_LIFETIMES = {
     "a state of other ranks": Mistake(
         "loader = DataLoader(list(range(9)), 4, seed=1)\nnext(iter(loader))\nstate = loader.state_dict()\n"
         "DataLoader(list(range(9)), 3, seed=1, rank=0, world_size=2).load_state_dict(state)",
-        "asyncloader.errors.StateError: the state was saved with a global batch of 4 samples (batch_size=4 on 1 rank), "
-        "but this loader's is 6 (batch_size=3 on 2 ranks); use batch_size=2 on 2 ranks, or a global batch that divides "
-        "the 4 samples that were delivered",
+        "asyncloader.errors.StateError: the state was saved with a global batch of 4 samples, but this "
+        "loader's is 6; use batch_size=2 on 2 ranks, or a global batch that divides the 4 samples that were delivered",
     ),
     "a state of a model": Mistake(
         'DataLoader([5]).load_state_dict({"weight": 1})',

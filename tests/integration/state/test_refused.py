@@ -32,7 +32,7 @@ def state_of(dataset: Any, taken: int = 2, **options: Any) -> dict[str, Any]:
 
 MISMATCHES: dict[str, tuple[int, dict[str, Any], list[str]]] = {
     "length": (31, {}, ["length=30", "length=31"]),
-    "batch size": (30, {"batch_size": 5}, ["batch_size=4", "batch_size=5"]),
+    "batch size": (30, {"batch_size": 5}, ["batch of 4", "is 5", "use batch_size=4"]),
     "drop_last": (30, {"drop_last": True}, ["drop_last=False", "drop_last=True"]),
     "seed": (30, {"seed": 8}, ["seed=7", "seed=8"]),
     "order": (30, {"shuffle": False}, ["order='shuffled'", "order='sequential'"]),

@@ -280,7 +280,7 @@ def test_mutations_are_refused_or_valid(data: st.DataObject) -> None:
 # ------------------------------------------------------------------------------------------ comparing
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name != "batch_size"])
 def test_a_mismatch_names_both_values(name: str) -> None:
     """If the length, seed, order or another expected value differs, the error has the saved and the present value."""
     here = {**state(), name: "other" if isinstance(state()[name], str) else 9}
@@ -291,30 +291,19 @@ def test_a_mismatch_names_both_values(name: str) -> None:
 
 
 def test_a_global_batch_that_differs_says_what_to_do() -> None:
-    """With ranks, the error has the global batch, how the saved run divided it, and the batch_size that gives it here.
-
-    If no batch_size does, the error says so.
-    """
-    of_four = state(batch_size=32, world_size=4)
-    had = r"global batch of 32 samples \(batch_size=8 on 4 ranks\), but this loader.s is"
+    """The error has both global batches, and the batch_size that gives the saved one here, if one does."""
     for size, ranks, text in (
-        (40, 2, rf"{had} 40 \(batch_size=20 on 2 ranks\); use batch_size=16 on 2 ranks$"),
-        (8, 1, rf"{had} 8 \(batch_size=8 on 1 rank\); use batch_size=32 on 1 rank$"),
-        (12, 3, rf"{had} 12 \(batch_size=4 on 3 ranks\); world_size=3 does not divide 32: resume with"),
+        (40, 2, "use batch_size=16 on 2 ranks$"),
+        (8, 1, "use batch_size=32$"),
+        (12, 3, "world_size=3 does not divide 32: resume with"),
     ):
-        with pytest.raises(StateError, match=text):
-            compare(of_four, {**of_four, "batch_size": size}, ranks)
+        with pytest.raises(StateError, match=f"global batch of 32 samples, but this loader.s is {size}; {text}"):
+            compare(state(batch_size=32), {**state(), "batch_size": size}, ranks)
 
 
-def test_a_state_without_its_number_of_ranks() -> None:
-    """States of earlier versions do not have the number of ranks: the error then names the global batch only."""
-    older = {name: value for name, value in state(batch_size=32).items() if name != "world_size"}
-    checked = check_state(older)
-    assert checked["world_size"] is None
-    with pytest.raises(StateError, match=r"global batch of 32 samples, but this .*; use batch_size=16 on 2 ranks"):
-        compare(checked, {**checked, "batch_size": 40}, 2)
-    with pytest.raises(StateError, match="saved with batch_size=32, but this loader has batch_size=40"):
-        compare(checked, {**checked, "batch_size": 40}, 1)
+def test_the_number_of_ranks() -> None:
+    """States of earlier versions do not have it."""
+    assert check_state(without("world_size"))["world_size"] is None
     for broken in (0, -1, True, "4"):
         with pytest.raises(StateError, match="broken: world_size="):
             check_state(state(world_size=broken))
@@ -325,7 +314,7 @@ def test_batch_samplers_want_as_many_ranks() -> None:
     of_batches = state(order="batch_sampler", batch_size=4)
     with pytest.raises(StateError, match="a step is 4 batches, one a rank, but this loader has world_size=2"):
         compare(of_batches, {**of_batches, "batch_size": 2}, 2)
-    with pytest.raises(StateError, match=r"global batch of 4 samples .*but this loader.s is 8"):
+    with pytest.raises(StateError, match=r"global batch of 4 samples, but this loader.s is 8"):
         compare(of_batches, state(batch_size=8), 2)
 
 
