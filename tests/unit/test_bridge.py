@@ -15,9 +15,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import uvloop
 
-from asyncloader.bridge import Bridge, in_thread, loop_factory, run_in_thread
+from asyncloader.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.errors import LoaderClosed
 from tests.helpers.interrupting import Interrupt, Interruption, unnoticed_signal
 
@@ -34,15 +33,6 @@ def bridge() -> Iterator[Bridge]:
 
 async def loop_thread() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     return asyncio.get_running_loop(), threading.current_thread()
-
-
-def test_loop_runs_in_a_daemon_thread_of_its_own(bridge: Bridge) -> None:
-    """The loop is the installed fast one, in a thread that does not keep the program alive."""
-    loop, thread = bridge.run(loop_thread())
-    assert isinstance(loop, uvloop.Loop)
-    assert thread is not threading.current_thread()
-    assert thread.daemon
-    assert not bridge.in_loop_thread
 
 
 def test_run_gives_the_result_or_the_error(bridge: Bridge) -> None:
@@ -68,33 +58,6 @@ def test_calls_keep_their_order(bridge: Bridge) -> None:
     bridge.call_soon(done.set)
     assert done.wait(60)
     assert seen == list(range(1000))
-
-
-def test_calls_from_several_threads_are_all_made(bridge: Bridge) -> None:
-    """No call is lost between threads, and each thread's calls keep their order."""
-    seen: list[tuple[int, int]] = []
-    done = [threading.Event() for _ in range(4)]
-
-    def caller(name: int) -> None:
-        for number in range(500):
-            bridge.call_soon(seen.append, (name, number))
-        bridge.call_soon(done[name].set)
-
-    threads = [threading.Thread(target=caller, args=(name,)) for name in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread, event in zip(threads, done, strict=True):
-        thread.join()
-        assert event.wait(60)
-    for name in range(4):
-        assert [number for who, number in seen if who == name] == list(range(500))
-
-
-def test_a_call_may_call_again(bridge: Bridge) -> None:
-    """A call made in the loop's thread may request another call."""
-    done = threading.Event()
-    bridge.call_soon(lambda: bridge.call_soon(done.set))
-    assert done.wait(60)
 
 
 def test_a_failing_call_does_not_hold_up_the_others(bridge: Bridge, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,21 +104,6 @@ def test_thread_lives_from_first_acquire_to_last_release() -> None:
     assert first.is_alive()
     bridge.release()
     assert not first.is_alive()
-
-
-def test_bridge_starts_again() -> None:
-    """After its end it may be acquired again, with a new loop."""
-    bridge = Bridge()
-    loops = []
-    for _ in range(2):
-        bridge.acquire()
-        done = threading.Event()
-        bridge.call_soon(done.set)
-        assert done.wait(60)
-        loops.append(bridge.run(loop_thread())[0])
-        bridge.release()
-    assert loops[0] is not loops[1]
-    assert all(loop.is_closed() for loop in loops)
 
 
 def test_a_call_that_a_release_overtakes_does_not_stop_the_next_loop() -> None:
@@ -300,15 +248,6 @@ def test_a_forked_child_may_start_its_own(bridge: Bridge) -> None:
         bridge.release()
 
     assert in_child(check) == 0
-
-
-def test_loop_factory_makes_loops() -> None:
-    """The factory gives a new loop each time, uvloop's where it is installed."""
-    loops = [loop_factory()() for _ in range(2)]
-    assert loops[0] is not loops[1]
-    assert isinstance(loops[0], uvloop.Loop)
-    for loop in loops:
-        loop.close()
 
 
 def test_a_program_without_standard_files() -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DistributedSampler
 
 from asyncloader import AsyncDataLoader, DataLoader, Stateful, StatefulDataLoader
-from tests.helpers.datasets import Numbers
 from tests.helpers.frameworks import epoch
 
 BOTH_CLASSES = pytest.mark.parametrize("make", [DataLoader, AsyncDataLoader])
@@ -157,5 +155,3 @@ def test_point_21_an_epoch_can_be_told_instead(workers: int, late: bool) -> None
 
 
 # ------------------------------------------------------------------------------------------- 22
-
-

@@ -128,15 +128,6 @@ def test_without_workers_what_needs_them_is_dropped() -> None:
     assert len(list(clone)) == 4
 
 
-def test_workers_for_a_loader_that_had_none() -> None:
-    """The clone gets torch's defaults, or the given options."""
-    loader = DataLoader[Any](Numbers(4))
-    assert loader.clone(num_workers=2).prefetch_factor == 2
-    clone = loader.clone(num_workers=2, prefetch_factor=5, persistent_workers=True)
-    assert (clone.prefetch_factor, clone.persistent_workers) == (5, True)
-    list(loader)
-
-
 # ------------------------------------------------------------------------------------------- order
 
 
@@ -167,18 +158,6 @@ def test_own_samplers_are_passed_on(name: str) -> None:
     loader = Torchs(Numbers(4), sampler=sampler, batch_size=2, drop_last=True)
     assert arguments(loader) == {"sampler": sampler, "batch_size": 2, "drop_last": True}
     assert constructor_arguments(loader, {})["sampler"] is sampler
-
-
-def test_random_samplers_with_options_of_their_own() -> None:
-    """A RandomSampler of the same dataset is the user's if it has `replacement`, `num_samples` or its own generator."""
-    dataset = Numbers(4)
-    own: list[RandomSampler] = [
-        RandomSampler(dataset, replacement=True),
-        RandomSampler(dataset, num_samples=2),
-        RandomSampler(dataset, generator=torch.Generator()),
-    ]
-    for sampler in own:
-        assert constructor_arguments(Torchs(dataset, sampler=sampler), {})["sampler"] is sampler
 
 
 @pytest.mark.parametrize("change", [{"sampler": [2, 1]}, {"shuffle": True}, {"shuffle": False}], ids=str)

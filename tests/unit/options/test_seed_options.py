@@ -19,7 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from asyncloader import AsyncDataLoader, DataLoader, SeededSampler
+from asyncloader import DataLoader, SeededSampler
 from asyncloader.options.checks import checks_of
 from asyncloader.options.declaration import DEFAULTS, FLAT_DEFAULTS
 from asyncloader.options.epoch_config import EpochConfig
@@ -95,17 +95,6 @@ def test_options_that_are_refused(changes: dict[str, Any], words: str) -> None:
     """The error has the option and its value, and both options where they exclude one another."""
     with pytest.raises(ValueError, match=words):
         check(**changes)
-
-
-@pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
-def test_both_loaders_check(loader: Any) -> None:
-    """The checks are made by both constructors."""
-    with pytest.raises(ValueError, match="seed=-1"):
-        loader(DATA, seed=-1)
-    with pytest.raises(ValueError, match="need seed="):
-        loader(DATA, rank=0, world_size=2)
-    with pytest.raises(ValueError, match="needs a map dataset"):
-        loader(Stream(), seed=1, on_uneven="pad")
 
 
 # -------------------------------------------------------------------------------------------- topology
@@ -201,7 +190,7 @@ def test_what_is_sharded_already_is_not_sharded_again(kind: str, given_topology:
 
 
 def expected(dataset: Any = DATA, **arguments: Any) -> dict[str, Any]:
-    loader = DataLoader(dataset, **arguments)  # alive: the batch sampler of one that was collected unused is watched
+    loader = DataLoader(dataset, **arguments)
     return expectations(EpochConfig.of(loader))
 
 

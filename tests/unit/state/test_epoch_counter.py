@@ -44,15 +44,6 @@ def test_the_number_lives_in_the_sampler(make: Any) -> None:
     assert (c.value, sampler.epoch) == (8, 8)
 
 
-def test_a_sampler_that_was_set_by_hand_carries_the_others_along() -> None:
-    """In seeded mode all parts of a loader are in the same epoch: that of the sampler."""
-    sampler, dataset = SeededSampler(range(3), 1), Told()
-    c = clock(sampler, Told(), dataset=dataset)
-    sampler.set_epoch(9)
-    c.begin()
-    assert dataset.heard == [9]
-
-
 def test_torch_mode_leaves_samplers_and_datasets_to_the_user() -> None:
     """The begin and the end of an epoch call no `set_epoch`; only the user's own `set` does."""
     sampler, dataset = distributed(), Told()
@@ -62,15 +53,6 @@ def test_torch_mode_leaves_samplers_and_datasets_to_the_user() -> None:
     assert (c.value, sampler.epoch, dataset.heard) == (0, 0, [])
     c.set(2)
     assert (sampler.epoch, dataset.heard) == (2, [2])
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_a_state_sets_the_epoch(finished: bool) -> None:
-    """In seeded mode all parts are set to the state's epoch, or to the next epoch if the state's is finished."""
-    sampler, dataset = SeededSampler(range(3), 1), Told()
-    c = clock(sampler, dataset=dataset)
-    c.restore(4, finished=finished)
-    assert c.value == sampler.epoch == dataset.heard[-1] == 4 + finished
 
 
 @pytest.mark.parametrize("seeded", [True, False])
