@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from asyncloader.packing.collate import PackSequences as PackSequences
     from asyncloader.packing.packed_loader import PackedLoader as PackedLoader
     from asyncloader.packing.sampler import PackingSampler as PackingSampler
-    from asyncloader.packing.sequence_rows import SequenceRows as SequenceRows
+    from asyncloader.packing.sampler import SequenceRows as SequenceRows
     from asyncloader.packing.windows import JoinSequences as JoinSequences
     from asyncloader.remote.dataset import RemoteIterableDataset
     from asyncloader.remote.mixture import Mixture
@@ -128,8 +128,7 @@ _MODULES = {
     "options.objects": "DeviceOptions Recovery Tuning",
     "packing.collate": "PackSequences",
     "packing.packed_loader": "PackedLoader",
-    "packing.sampler": "PackingSampler",
-    "packing.sequence_rows": "SequenceRows",
+    "packing.sampler": "PackingSampler SequenceRows",
     "packing.windows": "JoinSequences",
     "remote.dataset": "RemoteIterableDataset",
     "remote.mixture": "Mixture",

@@ -1,6 +1,6 @@
 """The packing strategies: divides sequences among rows of at most `max_tokens` tokens. Pure.
 
-Data path: [bin_packing] -> sampler; or [bin_packing] -> window_packer.
+Data path: [bin_packing] -> sampler; or [bin_packing] -> windows.
 
 Sequences are given as slices, an int64 array of shape ``(n, 3)`` with a row ``(index, start, stop)`` for each: tokens
 `start` to `stop` of sequence `index`. No slice is empty. Python code runs once per sequence for ``"best_fit"``, and

@@ -1,6 +1,6 @@
 """`PackedLoader`: rows of packed sequences from a loader of sequences whose lengths are known once they are read.
 
-Data path: ring -> windows -> window_packer -> [packed_loader] -> training loop.
+Data path: ring -> windows -> [packed_loader] -> training loop.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
-from asyncloader.packing.window_packer import WindowPacker
-from asyncloader.packing.windows import Window
+from asyncloader.packing.windows import Window, WindowPacker
 from asyncloader.ranks.topology import Topology, topology
 from asyncloader.workers.error_pickle import hide_our_frames
 

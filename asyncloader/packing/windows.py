@@ -1,6 +1,11 @@
-"""`JoinSequences`: makes a window of sequences that are packed where a loader is iterated.
+"""`JoinSequences` makes windows of sequences in the workers; `WindowPacker` packs them as they come.
 
-Data path: worker: dataset -> [windows] -> codec -> ring -> window_packer.
+Data path: worker: dataset -> [windows: `JoinSequences`] -> codec -> ring -> [windows: `WindowPacker`] -> packed_loader.
+
+The rows of a window follow from its sequences, and from the remainder of the window before. So a position is: the
+loader's state before the window; how many of its rows were delivered; and which sequences of the window before were
+left over, by their numbers. They are found again by reading that window once more. The remainder is therefore
+carried to the next window only, and no farther: there it makes a row, however short.
 """
 
 from __future__ import annotations
@@ -12,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from asyncloader.packing.bin_packing import STRATEGIES, Strategy
-from asyncloader.packing.collate import join_fields
-from asyncloader.packing.fields import Array, cut, token_fields
+from asyncloader.errors import StateError
+from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, whole
+from asyncloader.packing.collate import Array, PackSequences, cut, join, join_fields, token_fields
 from asyncloader.packing.sampler import OnTooLong, rule_of
 from asyncloader.samplers.argument_checks import check_positive
 
@@ -132,3 +137,199 @@ def _checked(domain: Any) -> int | str:
     if not isinstance(domain, int | str):
         raise TypeError(f"a domain should be an integer or a string, but got {domain!r:.100}")
     return domain
+
+
+Carried = list[list[int]]
+"""The remainder of a window: ``[sequence, start, stop]`` of each slice."""
+
+_OTHERS = (
+    "the state was saved of other sequences than those that the loader reads now: use the dataset and the options of "
+    "then, or begin anew without the state"
+)
+
+
+class WindowPacker:
+    """Packs the windows of one epoch.
+
+    Args:
+        collate: arranges a row.
+        drop_last: leave out the remainder of the last window.
+        state: the loader's state before the first window that will be added.
+        carried: the remainder of that window, whose rows were delivered; empty: it is packed like the others.
+        delivered: rows of the next window that is packed that were delivered.
+        options: of the windows when these rows were packed (`options_of`); None: no window was packed.
+    """
+
+    def __init__(
+        self,
+        collate: PackSequences,
+        *,
+        drop_last: bool,
+        state: Any,
+        carried: Carried,
+        delivered: int,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._collate = collate
+        self._drop_last = drop_last
+        self._position: tuple[Any, Carried] = state, carried
+        self._sought = carried
+        self._skip = delivered
+        # Of the window before: the loader's state before it, and the remainder of it.
+        self._before: Any = None
+        self._carried: Carried = []
+        self._carry: Window | None = None
+        # Of the present window; None: no window was packed.
+        self._rows: list[Slices] | None = None
+        self._joined: Window | None = None
+        self.delivered = delivered
+        """Rows of the window that were delivered. The caller adds 1 when it returns a row."""
+        self.over = False
+        """Whether the end of the epoch was added."""
+        self._options = options
+        self.asked = False
+        """Whether the first row was asked for. The caller sets it."""
+
+    @property
+    def unbegun(self) -> bool:
+        """Whether the first row was asked for, and no window was packed."""
+        return self.asked and self._rows is None
+
+    @property
+    def position(self) -> tuple[Any, Carried, int, dict[str, Any] | None]:
+        """The arguments `state`, `carried`, `delivered` and `options` of a packer that continues with the next row."""
+        return *self._position, self.delivered, self._options
+
+    def add(self, state: Any, read: list[Window]) -> None:
+        """Pack a window that was read at this state of the loader, and remove it from the list. An empty list: the
+        epoch has ended. The rows before must have been delivered. May be called again if it was interrupted.
+
+        Raises:
+            StateError: the sequences are not those of the state from which the epoch continues, or are packed by other
+                options.
+            ValueError: the window's sequences have other fields than those of the window before; or it contradicts
+                itself.
+            TypeError: the loader's batches are no windows.
+        """
+        window = read[0] if read else None
+        options = self._options
+        if window is not None:
+            _check(window)
+            options = options_of(window)
+            if self._rows is None and self._options is not None:
+                # Delivered rows are known by their number alone: packed otherwise, sequences would be lost or repeated.
+                _check_options(self._options, options)
+        if self._sought:
+            slices = np.array(self._sought, np.int64)
+            lengths = np.zeros(0, np.int64) if window is None else window.lengths
+            if window is None or slices[:, 0].max() >= len(lengths) or (slices[:, 2] > lengths[slices[:, 0]]).any():
+                raise StateError(_OTHERS)
+            carry = _take(window, slices)
+            self._before, self._carried, self._carry, self._sought = state, self._sought, carry, []
+            del read[:]
+            return
+        joined = _join(self._carry, window)
+        rows, left = self._pack(joined, window is None)
+        carry, numbers = None if window is None else _take(window, left), left.tolist()
+        if self._skip > len(rows):
+            raise StateError(_OTHERS)
+        # No calls from here on: Ctrl-C cannot come between these assignments.
+        self._options, self._joined = options, joined
+        self._position = (self._before if self._carried else state), self._carried
+        self._rows, self.delivered, self._skip = rows, self._skip, 0
+        self._before, self._carried, self._carry = state, numbers, carry
+        self.over = window is None
+        del read[:]
+
+    def row(self) -> dict[str, Any] | None:
+        """Return the next row of the window that was added, as `PackSequences` gives it; None: all were delivered."""
+        if self._rows is None or self._joined is None or self.delivered >= len(self._rows):
+            return None
+        row = _take(self._joined, self._rows[self.delivered])
+        return self._collate.arrange(row.fields, row.lengths, np.zeros(len(row.lengths), np.int64), 1)
+
+    def _pack(self, joined: Window | None, last: bool) -> tuple[list[Slices], Slices]:
+        """Return the rows of a window behind the carried sequences, and the remainder of it."""
+        if joined is None:
+            return [], NOTHING
+        slices = whole(joined.lengths, np.arange(len(joined.lengths)))
+        own = 0 if self._carry is None else len(self._carry.lengths)
+        members: dict[Any, list[int]] = {}
+        for number, domain in enumerate(joined.domains or [None] * len(slices)):
+            members.setdefault(domain, []).append(number)
+        rows: list[Slices] = []
+        kept: list[Slices] = []
+        for each in members.values():
+            packed, left = pack(slices[each], joined.max_tokens, joined.strategy)
+            rows += packed
+            if len(left) and not last and (left[:, 0] >= own).all():
+                kept.append(left - (own, 0, 0))
+            elif len(left) and not (last and self._drop_last):
+                rows.append(left)
+        return rows, np.concatenate(kept) if kept else NOTHING
+
+
+def options_of(window: Window) -> dict[str, Any]:
+    """Return the options of `JoinSequences` by which a window's sequences are divided among rows."""
+    return {"max_tokens": window.max_tokens, "strategy": window.strategy, "domain": window.domains is not None}
+
+
+def _check(window: Any) -> None:
+    if not isinstance(window, Window):
+        raise TypeError(
+            f"PackedLoader packs windows of sequences, but the loader gave {type(window).__name__}: give the loader "
+            "collate_fn=JoinSequences(...)"
+        )
+    if not is_consistent(window):
+        raise ValueError("a window contradicts itself: its lengths, fields and options were not made together")
+
+
+def _check_options(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    for name, before in saved.items():
+        if before != here[name]:
+            words = {True: "a function", False: "None"} if name == "domain" else {}
+            given, other = (f"{name}={words.get(value) or repr(value):.100}" for value in (before, here[name]))
+            raise StateError(
+                f"the state was saved with {given} of JoinSequences, which now has {other}: rows would be others; use "
+                f"{given}, or begin anew without the state"
+            )
+
+
+def _named(window: Window) -> list[str]:
+    """Return the names of a window's fields; with a note, if they have no element for each token."""
+    fields = window.fields.items()
+    return sorted(f"{name}" if isinstance(value, torch.Tensor) else f"{name} (one value)" for name, value in fields)
+
+
+def _join(carry: Window | None, window: Window | None) -> Window | None:
+    """Return a window of the sequences of both; None without sequences."""
+    present = [each for each in (carry, window) if each is not None and len(each.lengths)]
+    if len(present) < 2:
+        return present[0] if present else None
+    first, second = present
+    if _named(first) != _named(second):
+        raise ValueError(
+            f"all sequences should have the same fields, but some have {_named(second)}, and those before "
+            f"{_named(first)}"
+        )
+    domains = None if first.domains is None or second.domains is None else [*first.domains, *second.domains]
+    fields = {
+        name: join([first.fields[name], value]) if isinstance(value, torch.Tensor) else [*first.fields[name], *value]
+        for name, value in second.fields.items()
+    }
+    return second._replace(fields=fields, lengths=np.concatenate([first.lengths, second.lengths]), domains=domains)
+
+
+def _take(window: Window, slices: Slices) -> Window:
+    """Return a window of these slices as its sequences, in memory of its own."""
+    numbers = slices[:, 0].tolist()
+    begins = (np.cumsum(window.lengths) - window.lengths)[slices[:, 0], None]
+    bounds = (slices[:, 1:] + begins).tolist()
+    fields: dict[str, Any] = {}
+    for name, value in window.fields.items() if numbers else ():
+        if isinstance(value, list):
+            fields[name] = [value[number] for number in numbers]
+        else:
+            fields[name] = join([value[start:stop] for start, stop in bounds])
+    domains = None if window.domains is None else [window.domains[number] for number in numbers]
+    return window._replace(fields=fields, lengths=slices[:, 2] - slices[:, 1], domains=domains)

@@ -55,7 +55,7 @@ async def test_samples_and_limits_are_checked() -> None:
         await write_shards([{"a": object()}], "{shard}.mds", transport=MemoryTransport())
 
 
-@pytest.mark.parametrize("format", ["tar", "tfrecord", "mds", "parquet"])
+@pytest.mark.parametrize("format", ["tar", "mds", "parquet"])
 async def test_no_dictionary_of_names(format: str) -> None:
     """Is an error of the sample, also of the first, whose columns are looked for."""
     none: Any

@@ -26,7 +26,6 @@ from asyncloader.formats import (
     ShardReader,
     TarReader,
     TFRecordReader,
-    parse_example,
     parse_mds_index,
 )
 from asyncloader.formats.compressed import CompressedReader, compressor, decoder
@@ -36,10 +35,9 @@ from asyncloader.formats.mds_writer import MdsEncoder, MdsFile, mds_index
 from asyncloader.formats.parquet import parse_footer
 from asyncloader.formats.parquet_writer import ParquetEncoder
 from asyncloader.formats.tar import TarEncoder
-from asyncloader.formats.tfrecord import TFRecordEncoder, encode_example
+from asyncloader.formats.tfrecord import TFRecordEncoder
 from tests.unit.formats.mds_writer import encode as mds_peer
 from tests.unit.formats.test_parquet import read_rows
-from tests.unit.formats.test_tfrecord import as_ours, example_class
 
 TEXT = st.text(st.characters(codec="utf-8"))
 RAW = st.binary(max_size=1200)
@@ -210,45 +208,16 @@ def test_json_lines_refuse(value: Any) -> None:
 # --------------------------------------------------------------------------------------------------------- TFRecord
 
 
-FEATURES = st.dictionaries(
-    TEXT.filter(lambda name: not name.startswith("__")),
-    st.lists(RAW, max_size=3)
-    | arrays.arrays(np.int64, st.integers(0, 4))
-    | arrays.arrays(np.float32, st.integers(0, 4)),
-    max_size=4,
-)
-
-
-@given(FEATURES)
-def test_examples_are_read_by_protobuf_and_us(features: dict[str, Any]) -> None:
-    """Bytes, 64-bit integers and 32-bit floats, one, several or none of them."""
-    data = encode_example(features)
-    theirs = as_ours(example_class().FromString(data))
-    ours = parse_example(data)
-    for found in (theirs, ours):
-        assert found.keys() == features.keys()
-        assert all(same(found[name], value) for name, value in features.items())
-
-
 @given(st.lists(RAW, max_size=4), st.integers(1, 3))
 def test_records_are_read_again(records: list[bytes], groups: int) -> None:
     """Both checksums are right: the reader verifies them."""
     data = shard(TFRecordEncoder(), [{"record": record, "__key__": "x"} for record in records], groups)
     reader = TFRecordReader("a.tfrecord")
     assert [sample["record"] for sample in read(reader, data)] == records
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *(1 << 63, object(), [1, "a"], np.zeros((2, 2)), [b"a", 1.0], None, "\ud800"),
-        *(1e39, np.array([1.0, -1e39]), [(1 << 24) + 1, 0.5], [1 << 200, 0.5], [1 << 2000, 0.5]),
-    ],
-)
-def test_examples_refuse(value: Any) -> None:
-    """What an Example has no list for, and numbers that its floats do not hold."""
-    with pytest.raises(BadSample, match="its field 'bad' "):
-        encode_example({"bad": value})
+    for other in ({}, {"record": b"", "more": b""}, {"text": "a"}):
+        failure = TFRecordEncoder().encode([other]).failure
+        assert failure is not None
+        assert failure.text.startswith("a TFRecord holds one field, 'record'")
 
 
 # -------------------------------------------------------------------------------------------------------------- MDS

@@ -318,7 +318,7 @@ def test_errors_of_the_loader_leave_the_rows_as_they_are(tmp_path: Path) -> None
 
 def test_interrupted_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C between two windows, and while a row is made, loses nothing."""
-    from asyncloader.packing.window_packer import WindowPacker
+    from asyncloader.packing.windows import WindowPacker
 
     whole = [row["tokens"].tolist() for row in PackedLoader(make("seeded", tmp_path))]
     calls = 0
