@@ -28,9 +28,8 @@ from asyncloader.bridge import in_thread
 from asyncloader.errors import StateError
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.stream_order import LANES
-from asyncloader.samplers.interleave import whole_weights
 from asyncloader.samplers.mixture import MixedPositions, Place
-from asyncloader.samplers.mixture_order import MixtureOrder, OnExhausted, check_mixture
+from asyncloader.samplers.mixture_order import MixtureOrder, OnExhausted, check_mixture, whole_weights
 from asyncloader.samplers.positions import LoaderDataset, PlacedSamples
 from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.context import context_managers
@@ -50,7 +49,7 @@ class Mixture(LoaderDataset, Dataset[Any]):
     """Map datasets and streams of shards, mixed in exact proportions, for a loader with ``seed=``.
 
     The samples are interleaved evenly, and not drawn: after any number of samples, each source is within 1.68 samples
-    of its exact share; with three sources within 1, with two within 1/2 (`asyncloader/samplers/interleave.py` has the
+    of its exact share; with three sources within 1, with two within 1/2 (`samplers/mixture_order.py` has the
     proof). Map datasets are shuffled anew for each pass over them, streams as their `shuffle_buffer` says. The order is
     a function of the arguments, the loader's seed and global batch, and the epoch, on any workers and ranks.
 

@@ -143,15 +143,12 @@ class AsyncIndexSource:
     async def _find(self, position: ReadingPosition) -> tuple[Any, Any]:
         """Return the sampler's iterator at or before the position, and an item that was taken from it (or `_END`)."""
         sampler: Any = self.sampler
-        if position.drained is not None:
-            await _drain(sampler, position.drained)
+        if position.drained is not None:  # advance to the end of the saved state's epoch
+            async for _ in _iterate(sampler, position.drained):
+                pass
             position.log = self.first_log(position.every)
         saved = position.saved_sampler
-        if saved is not None and saved["sampler"] is not None:
-            sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
-        items: Any = aiter(sampler)
-        if saved is not None and saved["iterator"] is not None:
-            items.load_state_dict(copy.deepcopy(saved["iterator"]))
+        items = _iterate(sampler, saved)
         first: Any = _END
         if saved is not None and not saved["at"]:
             # The sampler may have been at the end of its last epoch: then its iterator ends at once.
@@ -165,15 +162,14 @@ class AsyncIndexSource:
         return items, first
 
 
-async def _drain(sampler: Any, saved: dict[str, Any]) -> None:
-    """Advance a sampler to the end of its saved state's epoch."""
-    if saved["sampler"] is not None:
+def _iterate(sampler: Any, saved: dict[str, Any] | None) -> Any:
+    """Return the sampler's iterator at a saved state."""
+    if saved is not None and saved["sampler"] is not None:
         sampler.load_state_dict(copy.deepcopy(saved["sampler"]))
     items: Any = aiter(sampler)
-    if saved["iterator"] is not None:
+    if saved is not None and saved["iterator"] is not None:
         items.load_state_dict(copy.deepcopy(saved["iterator"]))
-    async for _ in items:
-        pass
+    return items
 
 
 def as_async_source(index_sampler: Any) -> AsyncIndexSource | None:

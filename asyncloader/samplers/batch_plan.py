@@ -141,20 +141,16 @@ class BatchPlan:
         return -(-len(self.lengths) // self.window)
 
     def __len__(self) -> int:
-        """The number of batches. Every window is counted, once, unless a batch is full by its number alone."""
-        if self._per_window is None:
-            return self._totals_beyond(None)[-1]
-        return (self.windows - 1) * self._per_window + self._count(self.windows - 1, 0) if self.windows else 0
+        """The number of batches. Every window is counted, once."""
+        return self._totals_beyond(None)[-1]
 
     def find(self, batch: int) -> tuple[int, int] | None:
         """Return the window of batch number `batch`, and the batch's number in the window; None if `batch` is too
         large.
 
         The number of batches is a position, too: the position after the last batch. The windows before the batch are
-        counted, once, unless a batch is full by its number alone.
+        counted, once.
         """
-        if self._per_window is not None:
-            return divmod(batch, self._per_window) if batch <= len(self) else None
         totals = self._totals_beyond(batch)
         if batch > totals[-1]:
             return None
@@ -170,18 +166,6 @@ class BatchPlan:
         for batch in order[: self._count_of(window, made, before)]:
             yield made.indices[starts[batch] : starts[batch + 1]]
 
-    @property
-    def _per_window(self) -> int | None:
-        """The number of batches of each window but the last; None if it is unknown before a window is sorted."""
-        if self.limits.max_tokens is not None:
-            return None
-        return -(-self.window // self._batch_size)
-
-    @property
-    def _batch_size(self) -> int:
-        assert self.limits.max_batch_size is not None
-        return self.limits.max_batch_size
-
     def _totals_beyond(self, batch: int | None) -> list[int]:
         """Return the totals, up to the first total above this batch (None: all)."""
         # Counted in a copy, which replaces the kept list at the end: so two threads may count at the same time.
@@ -196,18 +180,17 @@ class BatchPlan:
         """Return the number of batches before the window; 0 if the number makes no difference."""
         if self.ranks == 1 or self.seed is None:
             return 0
-        if self._per_window is not None:
-            return window * self._per_window
         while len(self._totals) <= window:
             self._totals_beyond(self._totals[-1])
         return self._totals[window]
 
     def _count(self, window: int, before: int) -> int:
         """Return the number of the window's batches; `before`: the number of batches before the window."""
-        if self.limits.max_tokens is None:
-            size = min(self.window, len(self.lengths) - window * self.window)
-            dropped = self.drop_last and window == self.windows - 1 and size % self._batch_size != 0
-            return -(-size // self._batch_size) - dropped
+        size = self.limits.max_batch_size
+        if self.limits.max_tokens is None and size is not None:  # known without sorting the window
+            samples = min(self.window, len(self.lengths) - window * self.window)
+            dropped = self.drop_last and window == self.windows - 1 and samples % size != 0
+            return -(-samples // size) - dropped
         return self._count_of(window, self._window(window), before)
 
     def _count_of(self, window: int, made: _Window, before: int) -> int:

@@ -116,31 +116,13 @@ class _LengthBatchSampler(Sampler[list[int]]):
 class BucketBatchSampler(_LengthBatchSampler):
     """Batches of `batch_size` samples of similar lengths, so that little is padded.
 
-    The order of (seed, epoch) is cut into windows. Each window is sorted by length and cut into batches, which are
-    shuffled among themselves; within a batch the longest sample comes first. Every sample comes once in an epoch. The
-    batches are a function of the arguments and the epoch alone: the same in every process, and an iteration can begin
-    with any batch.
-
-    A larger window pads less, and is less random. It takes memory, besides the lengths, each in the number of bytes
-    that the longest length needs.
+    Windows, order and arguments are as of `TokenBudgetBatchSampler`, but for these:
 
     Args:
-        lengths: of each sample of the dataset, in its order: positive integers, shape ``(samples,)``. Copied.
         batch_size: samples of a batch. Only the last batch of an epoch may have fewer.
-        seed: 0 to 2**64 - 1.
-        shuffle: False takes the windows in the order of the dataset and leaves their batches sorted, the longest
-            first. Default True.
-        drop_last: leave out the last batch if it has fewer samples. With `shuffle`, it may be of any length. Default
-            False.
+        drop_last: leave out the last batch if it has fewer samples. With `shuffle`, it may be of any length.
         window: samples that are sorted together, rounded up to whole batches, the same number for each rank. Default:
             100 batches.
-        ranks: number of ranks that take a batch each at a step: these batches have similar lengths, too, so that no
-            rank waits for a longer batch. The loader gives each rank its own. A run that continues with another number
-            of ranks must keep this argument, or its order changes. Default 1.
-
-    Raises:
-        TypeError: lengths are not integers.
-        ValueError: a length, a size, or the seed is out of range.
     """
 
     def __init__(
@@ -155,9 +137,7 @@ class BucketBatchSampler(_LengthBatchSampler):
         ranks: int = 1,
     ) -> None:
         batch_size, ranks = check_positive("batch_size", batch_size), check_positive("ranks", ranks)
-        if window is not None:
-            window = check_positive("window", window)
-        batches = _BATCHES_PER_WINDOW if window is None else -(-window // batch_size)
+        batches = _BATCHES_PER_WINDOW if window is None else -(-check_positive("window", window) // batch_size)
         super().__init__(
             _compact(lengths),
             Limits(max_batch_size=batch_size),
@@ -244,7 +224,12 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
         """Number of samples that are left out because they are too long."""
         if self.skipped:
             if on_too_long == "error":
-                raise ValueError(_too_long(known, int(np.argmax(too_long)), self.skipped, max_tokens, pad_to))
+                first, padded = int(np.argmax(too_long)), f" (padded to a multiple of {pad_to})" if pad_to > 1 else ""
+                raise ValueError(
+                    f"sample {first} has length {known[first]}{padded}, which is more than max_tokens={max_tokens}; "
+                    f"{self.skipped} of {len(known)} samples are too long, and the longest has {known.max()}. Raise "
+                    'max_tokens, cut the samples, or leave them out with on_too_long="skip".'
+                )
             kept = np.flatnonzero(~too_long)
             self._kept = kept.astype(np.min_scalar_type(len(known)))
             known = known[kept]
@@ -264,15 +249,6 @@ class TokenBudgetBatchSampler(_LengthBatchSampler):
 
     def __repr__(self) -> str:
         return f"<TokenBudgetBatchSampler of {len(self._lengths)}, max_tokens={self.max_tokens}, {self._description()}>"
-
-
-def _too_long(lengths: npt.NDArray[np.integer], index: int, number: int, max_tokens: int, pad_to: int) -> str:
-    padded = f" (padded to a multiple of {pad_to})" if pad_to > 1 else ""
-    return (
-        f"sample {index} has length {lengths[index]}{padded}, which is more than max_tokens={max_tokens}; {number} of "
-        f"{len(lengths)} samples are too long, and the longest has {lengths.max()}. Raise max_tokens, cut the samples, "
-        'or leave them out with on_too_long="skip".'
-    )
 
 
 def _compact(lengths: npt.ArrayLike) -> npt.NDArray[np.integer]:

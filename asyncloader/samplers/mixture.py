@@ -21,8 +21,15 @@ from torch.utils.data import ConcatDataset, Sampler
 
 from asyncloader.errors import StateError
 from asyncloader.samplers.argument_checks import checksum
-from asyncloader.samplers.interleave import LARGEST, whole_weights
-from asyncloader.samplers.mixture_order import EpochMixture, MixtureOrder, OnExhausted, check_mixture, passes_of
+from asyncloader.samplers.mixture_order import (
+    LARGEST,
+    EpochMixture,
+    MixtureOrder,
+    OnExhausted,
+    check_mixture,
+    passes_of,
+    whole_weights,
+)
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.positions import PlannedDataset, Positions
 from asyncloader.samplers.surviving import Blocks
@@ -39,7 +46,7 @@ class MixtureSampler(Sampler[int]):
     """Indices of several datasets, mixed in exact proportions: interleaved evenly, and not drawn.
 
     After any number of samples, each dataset is within 1.68 samples of its exact share, and with two datasets within
-    1/2; random draws deviate by the square root of the number. (`asyncloader/samplers/interleave.py` has the proof.)
+    1/2; random draws deviate by the square root of the number. (`asyncloader/samplers/mixture_order.py` has the proof.)
     Each dataset is shuffled separately, and again for each pass over it, so its samples come once in each pass. The
     order is a function of the arguments and the epoch alone, and any position is found in O(number of datasets),
     without the positions before it.
@@ -49,7 +56,7 @@ class MixtureSampler(Sampler[int]):
             used, once.
         weights: of each dataset, in any unit. 0 leaves a dataset out. `proportions` has the resulting shares: they are
             exact unless their common denominator is above 2**31 (`whole_weights` in
-            `asyncloader/samplers/interleave.py`).
+            `asyncloader/samplers/mixture_order.py`).
         seed: 0 to 2**64 - 1.
         num_samples: samples of an epoch; for ``on_exhausted="repeat"`` only. Default: the sum of the lengths of the
             datasets that have a weight.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from operator import index
 
 import numpy as np
@@ -92,62 +91,33 @@ class Permutation:
             TypeError: the positions are not integers.
             IndexError: a position is out of range.
         """
-        return self._exchange(self._walk(self._check(positions), self._forward))
+        found = self._forward(self._check(positions))
+        n = np.uint64(self.n)
+        outside = np.flatnonzero(found >= n)
+        # Ends: the bijection leads each of them along a cycle that contains an index.
+        while outside.size:
+            found[outside] = self._forward(found[outside])
+            outside = outside[found[outside] >= n]
+        elements = found.astype(np.int64).reshape(np.shape(positions))
+        # Exchange 0 and 1 for half of the keys: the rounds make only even permutations of a rectangle with odd sides.
+        return np.where(elements < 2, 1 - elements, elements) if self._swap else elements
 
-    def positions(self, elements: npt.ArrayLike) -> Indices:
-        """Return the positions of these elements in the shuffled order: the inverse of the permutation.
-
-        Args:
-            elements: integers in [0, n), of any shape.
-
-        Returns:
-            int64, of the same shape.
-
-        Raises:
-            TypeError: the elements are not integers.
-            IndexError: an element is out of range.
-        """
-        return self._walk(self._exchange(self._check(elements)), self._backward)
-
-    def _check(self, values: npt.ArrayLike) -> Indices:
+    def _check(self, values: npt.ArrayLike) -> Cells:
         given = np.asarray(values)
         if not given.size:
-            return np.zeros(given.shape, np.int64)
+            return np.zeros(0, np.uint64)
         if not np.issubdtype(given.dtype, np.integer):
             raise TypeError(f"positions should be integers, but got {given.dtype}")
         lowest, highest = int(given.min()), int(given.max())
         if lowest < 0 or highest >= self.n:
             raise IndexError(f"position {min(lowest, 0) or highest} is out of range for a permutation of {self.n}")
-        return given.astype(np.int64)
-
-    def _exchange(self, elements: Indices) -> Indices:
-        """Exchange 0 and 1 for half of the keys."""
-        # The rounds alone make only even permutations of a rectangle with odd sides.
-        return np.where(elements < 2, 1 - elements, elements) if self._swap else elements
-
-    def _walk(self, values: Indices, step: Callable[[Cells], Cells]) -> Indices:
-        found = step(values.astype(np.uint64).ravel())
-        n = np.uint64(self.n)
-        outside = np.flatnonzero(found >= n)
-        # Ends: the bijection leads each of them along a cycle that contains an index.
-        while outside.size:
-            found[outside] = step(found[outside])
-            outside = outside[found[outside] >= n]
-        return found.astype(np.int64).reshape(values.shape)
+        return given.astype(np.uint64).ravel()
 
     def _forward(self, cells: Cells) -> Cells:
         row, column = np.divmod(cells, self._columns)
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
             row = (row + hashed(column, even) % self._rows) % self._rows
             column = (column + hashed(row, odd) % self._columns) % self._columns
-        return row * self._columns + column
-
-    def _backward(self, cells: Cells) -> Cells:
-        row, column = np.divmod(cells, self._columns)
-        for even, odd in zip(self._keys[-2::-2], self._keys[::-2], strict=True):
-            # The side is added, because these numbers have no sign.
-            column = (column + self._columns - hashed(row, odd) % self._columns) % self._columns
-            row = (row + self._rows - hashed(column, even) % self._rows) % self._rows
         return row * self._columns + column
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, get_worker_info
 
 from asyncloader import SeededSampler
-from tests.helpers.comparing import assert_same, same
+from tests.helpers.comparing import assert_same
 from tests.helpers.running import BOTH
 from tests.helpers.seeded_datasets import AllDraws, Rows
 from tests.helpers.seeded_runs import Stepwise, epochs_of
@@ -88,20 +88,6 @@ def test_set_epoch(kind: str, where: str, options: dict[str, Any], epochs: list[
         assert_same(run.epoch(), epochs[1])
 
 
-@pytest.mark.parametrize("kind", BOTH)
-def test_two_iterators_at_a_time(kind: str, epochs: list[list[Any]]) -> None:
-    """Two iterators of one epoch complete it once."""
-    with Stepwise(kind, AllDraws(N), **SEEDED) as run:
-        one, two = run.begin(), run.begin()
-        for expected in epochs[0]:
-            assert_same(run.step(one), expected)
-            assert_same(run.step(two), expected)
-        for iterator in (one, two):
-            with pytest.raises(StopIteration):
-                run.step(iterator)
-        assert_same(run.epoch(), epochs[1])
-
-
 class Told(Rows):
     """Has `set_epoch`, like a dataset of Hugging Face."""
 
@@ -141,16 +127,6 @@ def test_samplers_of_the_users_are_told(kind: str) -> None:
             for number in range(3):
                 expected.set_epoch(number)
                 assert torch.cat(run.epoch()).tolist() == list(expected)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_large_epochs(kind: str) -> None:
-    """Epochs up to 2**63 - 1 work, in workers, too."""
-    with Stepwise(kind, AllDraws(N), num_workers=1, **SEEDED) as run:
-        run.loader.set_epoch((1 << 63) - 2)
-        one, two = run.epoch(), run.epoch()
-        assert run.loader.sampler.epoch == 1 << 63
-    assert not same(one, two)
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
-from asyncloader import Tuning, sample_rng
+from asyncloader import Tuning
 from tests.helpers.comparing import assert_same, same
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S
 from tests.helpers.seeded_datasets import (
@@ -71,15 +71,6 @@ VIEWS: dict[str, Any] = {
     "subset of whole batches": lambda: Subset(WholeDraws(2 * N), list(range(N))),
     "subset of a stack of whole batches": lambda: Subset(StackDataset(WholeDraws(N), AllDraws(N)), range(20)),
 }
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", VIEWS)
-def test_views(name: str) -> None:
-    """torch's views of datasets give the same bytes for every number of workers and either loader."""
-    expected = epochs_of("sync", VIEWS[name](), **SEEDED)
-    for kind, workers in (("sync", 2), ("asyncio", 0), ("asyncio", 1)):
-        assert_same(epochs_of(kind, VIEWS[name](), num_workers=workers, **SEEDED), expected)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -161,18 +152,6 @@ def test_a_consumer_that_draws_between_batches(kind: str) -> None:
         for batch, number in zip(expected, alone, strict=False):
             assert_same(run.step(), batch)
             assert float(torch.rand(())) == number
-
-
-def test_after_a_batch_there_is_no_present_sample() -> None:
-    """Between batches `sample_rng` belongs to no sample: it follows the global generator."""
-    with Stepwise("sync", AllDraws(N), **SEEDED) as run:
-        run.begin()
-        run.step()
-        torch.manual_seed(5)
-        one = sample_rng().random.random()
-        assert sample_rng().random.random() != one
-        torch.manual_seed(5)
-        assert sample_rng().random.random() == one
 
 
 # ------------------------------------------------------------------------------------------- concurrent samples

@@ -274,18 +274,6 @@ def test_wrong_arguments() -> None:
                 loader.batch_at(**given)
 
 
-@pytest.mark.parametrize("one", [np.int64(1), np.uint8(1), torch.tensor(1)])
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_integers_of_arrays(one: Any, shuffle: bool) -> None:
-    """Count as Python's: steps are found in arrays and batches."""
-    with DataLoader(Rows(9), batch_size=2, seed=1, shuffle=shuffle) as loader:
-        batches = list(loader)
-        assert_same(loader.batch_at(one, epoch=0), batches[1])
-        loader.set_epoch(0)
-        loader.skip([one])
-        assert_same(list(loader), [batches[0], *batches[2:]])
-
-
 @pytest.mark.parametrize(("rows", "processes"), [(400, 1), pytest.param(3000, 10, marks=pytest.mark.slow)])
 def test_in_another_process(rows: int, processes: int, tmp_path: Path) -> None:
     """A hundred random steps of a finished run of three ranks with two workers each, made again without workers in each

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, Sampler
 
 from asyncloader.samplers.async_sampler import AsyncIndexSource, AsyncSampler, as_async_source, is_async_sampler
 from asyncloader.samplers.distributed import RankView
@@ -79,13 +78,6 @@ def test_only_what_cannot_be_read_plainly_is_async() -> None:
     assert isinstance(Counting(1), AsyncSampler)
 
 
-async def test_length_is_the_number_of_batches() -> None:
-    """`len` is the number of batches that reading gives."""
-    for count, batch_size, drop_last in product(range(7), [None, 1, 3], [False, True]):
-        source = AsyncIndexSource(Counting(count), batch_size, drop_last)
-        assert len(await read(source)) == len(source), (count, batch_size, drop_last)
-
-
 async def test_reading_goes_on_at_a_position() -> None:
     """Reading from any step gives the rest; steps beyond it that were delivered are left out."""
     source = AsyncIndexSource(Counting(7), 2, drop_last=False)
@@ -147,19 +139,3 @@ def test_batch_sampler_around_an_async_sampler_is_taken_apart() -> None:
     source = as_async_source(BatchSampler(sampler, 2, drop_last=True))  # type: ignore[arg-type]
     assert source is not None
     assert (source.sampler, source.share.batch_size, source.share.drop_last) == (sampler, 2, True)
-
-
-def test_plain_samplers_are_torchs_business() -> None:
-    """Plain samplers are not wrapped, and neither is a user's own kind of batch sampler."""
-
-    class Mine(BatchSampler):
-        pass
-
-    assert as_async_source(BatchSampler(SequentialSampler(range(4)), 2, drop_last=False)) is None
-    assert as_async_source(SequentialSampler(range(4))) is None
-    assert as_async_source(Mine(Counting(3), 2, drop_last=False)) is None  # type: ignore[arg-type]
-
-
-def test_source_has_a_plain_iterator_of_nothing() -> None:
-    """torch's code asks for a plain iterator at the start; it gets an empty iterator."""
-    assert list(AsyncIndexSource(Counting(3), 2, drop_last=False)) == []

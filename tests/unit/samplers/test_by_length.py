@@ -15,7 +15,7 @@ from torch.utils.data import Sampler
 
 from asyncloader import DataLoader
 from asyncloader.samplers.by_length import BucketBatchSampler, TokenBudgetBatchSampler
-from tests.unit.samplers.length_samplers import AnySampler, buckets, budgets, joined, padded, some_lengths
+from tests.unit.samplers.length_samplers import AnySampler, buckets, budgets, joined, some_lengths
 
 # ---------------------------------------------------------------------------------------------- both samplers
 
@@ -162,12 +162,3 @@ def test_buckets_hold_every_sample_once(sampler: BucketBatchSampler) -> None:
     else:
         assert sorted(found) == list(range(len(sampler._lengths)))
         assert not batches or len(batches[-1]) == (rest or size)
-
-
-def test_buckets_pad_little() -> None:
-    """With the default window, batches have less than a tenth of the padding of random batches."""
-    lengths = some_lengths(20_000)
-    batches = list(BucketBatchSampler(lengths, 16, seed=1))
-    order = np.random.default_rng(0).permutation(20_000).reshape(-1, 16)
-    waste, random_waste = (padded(lengths, each) - int(lengths.sum()) for each in (batches, order.tolist()))
-    assert waste < random_waste / 10

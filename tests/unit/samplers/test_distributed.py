@@ -165,14 +165,6 @@ def test_positions_are_unique_where_the_sampler_shards(of_batches: bool) -> None
     assert len(set(found)) == 12
 
 
-def test_whole_batches_are_dealt_out() -> None:
-    """With a user's batch sampler, rank r gets the batches ``step * world_size + r``, of any length."""
-    items = [[0], [1, 2], [3, 4, 5], [], [6]]
-    shares = [steps(view) for view in views(items, None, 2, "repeat", of_batches=True)]
-    assert [[placed.index for placed in one] for one in shares] == [[[0], [3, 4, 5], [6]], [[1, 2], [], [6]]]
-    assert [placed.first // BATCH_STRIDE for placed in shares[1]] == [1, 3, 5]
-
-
 TAILS: dict[tuple[OnUneven, int], Tail] = {
     ("drop", 7): Tail(2, 1, 0),
     ("drop", 2): Tail(0, 2, 0),
@@ -185,12 +177,6 @@ TAILS: dict[tuple[OnUneven, int], Tail] = {
     ("error", 6): Tail(2, 0, 0),
     ("error", 0): Tail(0, 0, 0),
 }
-
-
-@pytest.mark.parametrize(("rule", "left"), TAILS)
-def test_tail_by_rule(rule: OnUneven, left: int) -> None:
-    """The last samples of three ranks with batches of four, by rule."""
-    assert tail_of(left, share(4, 3, 0, rule)) == TAILS[rule, left]
 
 
 def test_error_rule_names_what_is_left() -> None:
@@ -226,15 +212,6 @@ def test_padding_says_which_samples_are_there_for_evenness(
         assert 0 < count <= len(batch)
         assert [first + i < size for i in range(len(batch))] == [i < len(batch) - count for i in range(len(batch))]
     assert padded == tail_of(size % (batch_size * ranks), share(batch_size, ranks, 0, rule)).repeated
-
-
-def test_found_items_are_taken_as_they_come() -> None:
-    """Items that begin at a position found by the caller are cut from there, and numbered from that position."""
-    view = RankView([], share(2, 2, 1, "repeat"))
-    assert [*view.iter_from(3, iter([12, 13, 14, 15, 16]))] == [
-        PositionedIndex(14, [14, 15]),
-        PositionedIndex(17, [16]),
-    ]
 
 
 def test_sampler_without_a_length() -> None:

@@ -9,10 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
-from asyncloader.errors import StateError
-from asyncloader.samplers.index_stream import base_sampler
 from tests.unit.samplers.stream_samplers import (
     SAMPLERS,
     SIZE,
@@ -23,7 +21,6 @@ from tests.unit.samplers.stream_samplers import (
     batched,
     numbered,
     own_generator,
-    shared,
     stream,
 )
 
@@ -140,25 +137,3 @@ def test_an_error_of_the_sampler_is_its_own() -> None:
     with pytest.raises(KeyError, match="broken"):
         stream(batched(Failing()), **after(1, running)).pull()
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_generator_that_is_missing_is_refused() -> None:
-    """An order from a sampler's own generator cannot be resumed without one."""
-    running = stream(batched(own_generator()))
-    running.pull()
-    with pytest.raises(StateError, match="pass generator= as before"):
-        stream(batched(RandomSampler(range(SIZE))), **after(1, running)).pull()
-
-
-def test_base_sampler_is_the_users_part() -> None:
-    """torch's own wrapping and a rank's view are seen through; a user's batch sampler is the base itself."""
-
-    class Mine(BatchSampler):
-        pass
-
-    sampler = Plain()
-    assert base_sampler(batched(sampler)) is sampler
-    assert base_sampler(shared(sampler)) is sampler
-    assert base_sampler(sampler) is sampler
-    mine = Mine(SequentialSampler(range(3)), 2, drop_last=False)
-    assert base_sampler(mine) is mine

@@ -123,16 +123,6 @@ def test_state_log_keeps_what_delivery_may_still_want() -> None:
     assert found["at"] == 6
 
 
-def test_state_log_begins_with_what_was_loaded() -> None:
-    """Until the first snapshot the loaded state is the newest state; with `every` 0 no other is taken."""
-    loaded = {"at": 4, "ended": False, "sampler": {"x": 1}, "iterator": None}
-    for every in (0, 3):
-        log = StateLog(every, loaded)
-        assert log.note(5, Stateful())
-        assert log.at(5) == loaded
-        assert log.at(3) is None
-
-
 class Ordered:
     """A sampler whose state has the whole order of the epoch, and more."""
 

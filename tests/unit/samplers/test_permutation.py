@@ -22,13 +22,12 @@ def assert_bijection(n: int, seed: int, epoch: int = 0) -> None:
     seen[elements] = True
     assert elements.dtype == np.int64
     assert seen.all()
-    assert np.array_equal(permutation.positions(elements), positions)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("step", quickly([1, 13], 13))
 def test_every_small_size(step: int) -> None:
-    """Each element occurs once, and its position is found, for every size up to 4,096."""
+    """Each element occurs once, for every size up to 4,096."""
     for n in range(0, 4097, step):
         assert_bijection(n, seed=n * 7919, epoch=n % 3)
 
@@ -46,14 +45,12 @@ def test_sizes_near_powers_of_two(n: int) -> None:
 
 @pytest.mark.parametrize("n", [*(2**power + delta for power in range(25, 41, 3) for delta in (-1, 0, 1)), LARGEST])
 def test_huge_sizes_by_sampling(n: int) -> None:
-    """At a thousand positions `positions` undoes the permutation and the reverse; different positions differ."""
+    """At a thousand positions are different elements."""
     permutation = Permutation(n, seed=n)
     positions = np.unique(np.random.default_rng(n).integers(0, n, 1000))
     elements = permutation(positions)
     assert ((elements >= 0) & (elements < n)).all()
     assert len(np.unique(elements)) == len(positions)
-    assert np.array_equal(permutation.positions(elements), positions)
-    assert np.array_equal(permutation(permutation.positions(positions)), positions)
 
 
 def test_the_order_is_for_ever() -> None:

@@ -20,21 +20,6 @@ from asyncloader import (
 from tests.helpers.running import run_async
 
 
-def test_order_is_a_function_of_seed_and_epoch() -> None:
-    """The order is repeated, whatever the global generators do; another epoch or seed gives another order."""
-    sampler = SeededSampler(range(100), seed=1)
-    first = list(sampler)
-    torch.manual_seed(3)
-    assert list(sampler) == first
-    state = torch.get_rng_state()
-    sampler.set_epoch(1)
-    assert list(sampler) != first
-    assert list(SeededSampler(range(100), seed=2)) != first
-    sampler.set_epoch(0)
-    assert list(sampler) == first
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 @pytest.mark.parametrize("start", [0, 1, 4095, 4096, 9999, 10_000])
 def test_resuming_at_any_position(start: int) -> None:
     """`iter_from(start)` is the rest of the epoch."""

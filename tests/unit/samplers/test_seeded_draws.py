@@ -96,12 +96,6 @@ def test_as_many_as_asked_are_drawn_as_needed(options: dict[str, Any]) -> None:
     assert list(SeededDraws(RandomSampler(range(1000), num_samples=5432, **options), 5)) == expected[:5432]
 
 
-def test_a_plain_permutation_is_that_of_shuffle() -> None:
-    """A RandomSampler without replacement gives the order of ``shuffle=True``, so it is not kept in memory."""
-    shuffled = DataLoader[Any](DATASET, batch_size=4, shuffle=True, seed=5)
-    assert [int(index) for batch in shuffled for index in batch] == epochs_of("shuffled", 0, 1)[0]
-
-
 class Mine(RandomSampler):
     """A class of the user's, which may draw as it likes."""
 
