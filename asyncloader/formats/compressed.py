@@ -167,7 +167,7 @@ class MemberDecoder:
 
     def __init__(self, compression: Compression) -> None:
         self._gzip = compression == "gzip"
-        module = zlib if self._gzip else _zstd()
+        module: Any = zlib if self._gzip else _zstd()
         self._bounded = module.__name__ != "zstandard"
         if not self._bounded:
             self._begin = module.ZstdDecompressor(max_window_size=1 << ZSTD_WINDOW_LOG).decompressobj
@@ -211,6 +211,7 @@ class MemberDecoder:
                 return b""
             self._member = self._begin()
         member = self._member
+        out: bytes
         if self._bounded:
             data = b"" if self._more else self._slice(SLICE)
             out = member.decompress(member.unconsumed_tail + data if self._gzip else data, room)

@@ -249,4 +249,4 @@ def _is_slice(value: Any) -> bool:
     if not isinstance(value, list) or [type(number) for number in value] != [int] * 3:
         return False
     sequence, start, stop = value
-    return 0 <= sequence < 1 << 62 and 0 <= start < stop < 1 << 62
+    return bool(0 <= sequence < 1 << 62 and 0 <= start < stop < 1 << 62)

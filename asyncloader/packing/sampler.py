@@ -281,7 +281,7 @@ def rule_of(on_too_long: OnTooLong | None, strategy: Strategy) -> OnTooLong:
     Raises:
         ValueError: it, or the strategy, is unknown.
     """
-    if strategy == "first_fit":  # pyright: ignore[reportUnnecessaryComparison]
+    if str(strategy) == "first_fit":
         raise ValueError('strategy="first_fit" was removed: "best_fit" cuts no sequences either, and fills rows better')
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy should be one of {STRATEGIES}, but got strategy={strategy!r}")

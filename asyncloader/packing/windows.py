@@ -224,8 +224,8 @@ class WindowPacker:
             lengths = np.zeros(0, np.int64) if window is None else window.lengths
             if window is None or slices[:, 0].max() >= len(lengths) or (slices[:, 2] > lengths[slices[:, 0]]).any():
                 raise StateError(_OTHERS)
-            carry = _take(window, slices)
-            self._before, self._carried, self._carry, self._sought = state, self._sought, carry, []
+            found = _take(window, slices)
+            self._before, self._carried, self._carry, self._sought = state, self._sought, found, []
             del read[:]
             return
         joined = _join(self._carry, window)

@@ -3,10 +3,10 @@
 Data path: [mixture_order] -> mixture -> scheduler.
 
 *Interleaving.* The sources are the leaves of a binary tree. The n items that come to a node are shared between its two
-sides as evenly as whole items allow: the left side has had ``round(n * left / both)`` of them. This is a line drawn on a
-grid (Bresenham, "Algorithm for computer control of a digital plotter", IBM Systems Journal 1965); both sides are within
-1/2 of their share after every item, whatever n. So the count of a source in the first n items takes one division for
-each node above it, and no earlier item is computed or stored.
+sides as evenly as whole items allow: the left side has had ``round(n * left / both)`` of them. This is a line drawn on
+a grid (Bresenham, "Algorithm for computer control of a digital plotter", IBM Systems Journal 1965); both sides are
+within 1/2 of their share after every item, whatever n. So the count of a source in the first n items takes one division
+for each node above it, and no earlier item is computed or stored.
 
 Going down, the deviation from the exact share shrinks by the share of each side and grows by at most 1/2. In a Huffman
 tree (Huffman, "A method for the construction of minimum-redundancy codes", Proc. IRE 1952), a node outweighs its child

@@ -160,10 +160,6 @@ def test_max_sample_bytes() -> None:
 
 def test_wrong_arguments() -> None:
     """Offsets and limits are checked when the reader is made."""
-    for call in (
-        lambda: JsonlReader(URL, start=-1),
-        lambda: JsonlReader(URL, stop=-1),
-        lambda: JsonlReader(URL, max_sample_bytes=0),
-    ):
+    for options in ({"start": -1}, {"stop": -1}, {"max_sample_bytes": 0}):
         with pytest.raises(ValueError, match=r"offsets|at least"):
-            call()
+            JsonlReader(URL, **options)
