@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from asyncloader.errors import ShardError
 from asyncloader.formats.base import (
     MAX_SAMPLE_BYTES,
     Located,
@@ -29,7 +30,6 @@ from asyncloader.formats.base import (
     Reader,
     ReadWhole,
     Sample,
-    ShardError,
     ShardRange,
     ShardReader,
     base_name,

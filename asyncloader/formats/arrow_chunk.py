@@ -20,7 +20,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from asyncloader.formats.base import Sample, ShardError, base_name
+from asyncloader.errors import ShardError
+from asyncloader.formats.base import Sample, base_name
 from asyncloader.formats.parquet import Fetch, Footer, RowOptions, read_batches
 from asyncloader.formats.rows import Column, RecordBatchRows, converter, pyarrow, value_at
 

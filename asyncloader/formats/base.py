@@ -46,7 +46,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, overload
 from urllib.parse import urlsplit
 
-from asyncloader.errors import ShardError as ShardError
+from asyncloader.errors import ShardError
 
 MAX_SAMPLE_BYTES = 1 << 30
 """Default of `max_sample_bytes`: 1 GiB."""

@@ -21,7 +21,8 @@ from typing import Any, Literal, TypeAlias
 
 from typing_extensions import Buffer
 
-from asyncloader.formats.base import Located, ShardError, ShardReader
+from asyncloader.errors import ShardError
+from asyncloader.formats.base import Located, ShardReader
 
 Compression: TypeAlias = Literal["gzip", "zstd"]
 

@@ -38,6 +38,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
+from asyncloader.errors import ShardError
 from asyncloader.formats.base import (
     MAX_SAMPLE_BYTES,
     OnBad,
@@ -46,7 +47,6 @@ from asyncloader.formats.base import (
     ReadWhole,
     Sample,
     SampleSlices,
-    ShardError,
     base_name,
 )
 from asyncloader.formats.compressed import Compression

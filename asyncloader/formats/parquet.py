@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncloader.formats.base import MAX_SAMPLE_BYTES, ShardError
+from asyncloader.errors import ShardError
+from asyncloader.formats.base import MAX_SAMPLE_BYTES
 from asyncloader.formats.rows import pyarrow
 
 TAIL_BYTES = 1 << 16

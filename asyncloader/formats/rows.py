@@ -17,7 +17,8 @@ from typing import Any, TypeAlias, overload
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.formats.base import LocatedSamples, OnBad, Sample, ShardError, base_name
+from asyncloader.errors import ShardError
+from asyncloader.formats.base import LocatedSamples, OnBad, Sample, base_name
 
 Column: TypeAlias = list[Any] | npt.NDArray[Any]
 """A column's values, one per row. Of an array with one dimension, the samples get Python's numbers; of an array with
