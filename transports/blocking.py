@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
+from asyncloader.bridge import in_thread
 from asyncloader.shielding import shielded
 from asyncloader.transports.errors import ReadFailed, TransportClosed, TransportError
 
@@ -22,14 +22,17 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-class BlockingPool(Executor):
-    """At most `threads` threads, started on demand; an Executor for `loop.run_in_executor`.
+class BlockingPool:
+    """At most `threads` threads, started on demand. `submit` is that of an Executor, for `loop.run_in_executor`.
 
     Not for several event loops at once: starting the threads takes no lock, so a fork cannot inherit a locked lock.
 
     Args:
         name: the transport's name, for the threads' names and for errors.
         threads: maximum number of threads, at least 1.
+
+    Attributes:
+        closed: whether `aclose` was called.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -42,17 +45,12 @@ class BlockingPool(Executor):
         # Executors whose threads exist only in a parent process. They are kept and never used again: the finalizer of
         # an executor would take locks that the parent's threads may have held at the fork.
         self._left_in_parent: list[ThreadPoolExecutor] = []
-        self._closing: Future[None] | None = None
-        self._closer: threading.Thread | None = None
-
-    @property
-    def closed(self) -> bool:
-        """Whether `aclose` or `shutdown` was called."""
-        return self._closing is not None
+        self.closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     def check_open(self) -> None:
         """Raise TransportClosed if it is closed."""
-        if self._closing is not None:
+        if self.closed:
             raise TransportClosed(f"the {self.name} transport is closed; open another one")
 
     def submit(self, call: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_R]:
@@ -94,42 +92,14 @@ class BlockingPool(Executor):
             return
         await shielded(asyncio.wrap_future(future))
 
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Close the pool from outside of a loop; blocks if `wait`. Inside a loop, use `aclose`."""
-        done = self._close(cancel_futures)
-        if wait:
-            done.result()
-
     async def aclose(self) -> None:
         """Refuse new calls, wait for those that are queued or running, and join the threads."""
-        await shielded(asyncio.wrap_future(self._close(cancel_futures=False)))
-        if self._closer is not None:
-            # Does not block: `_join` has resolved the future in its last statement. Without this, the thread might
-            # still be alive for a moment after `aclose`.
-            self._closer.join()
-
-    def _close(self, cancel_futures: bool) -> Future[None]:
-        """Start to close; the future is done when all threads are joined."""
-        if self._owner is None or self._owner_pid != os.getpid():
-            # Nothing was started in this process; a close that is in progress belongs to the parent.
-            self._closer = None
-            self._closing = Future()
-            self._closing.set_result(None)
-        elif self._closing is None:
-            self._closing = Future()
-            # Joining blocks, and every thread of the pool may be busy: so it happens in a separate thread.
-            self._closer = threading.Thread(
-                target=_join,
-                args=(self._owner, cancel_futures, self._closing),
-                name=f"{self.name}-close",
-                daemon=True,
-            )
-            try:
-                self._closer.start()
-            except RuntimeError:  # no more threads can be started: in this thread
-                self._closer = None
-                _join(self._owner, cancel_futures, self._closing)
-        return self._closing
+        self.closed = True
+        if self._owner is not None and self._owner_pid == os.getpid():
+            if self._closing is None or self._closing.cancelled():
+                # Joining blocks, and every thread of the pool may be busy: so it happens in a separate thread.
+                self._closing = asyncio.ensure_future(in_thread(self._owner.shutdown))
+            await shielded(self._closing)
 
     def _executor(self) -> ThreadPoolExecutor:
         self.check_open()
@@ -140,11 +110,6 @@ class BlockingPool(Executor):
             self._owner = ThreadPoolExecutor(self.threads, thread_name_prefix=f"asyncloader-{self.name}")
             self._owner_pid = pid
         return self._owner
-
-
-def _join(owner: ThreadPoolExecutor, cancel_futures: bool, done: Future[None]) -> None:
-    owner.shutdown(wait=True, cancel_futures=cancel_futures)
-    done.set_result(None)
 
 
 def _release(done: Future[_R], release: Callable[[_R], object]) -> None:

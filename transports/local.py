@@ -37,7 +37,7 @@ from asyncloader.transports.checks import (
 from asyncloader.transports.errors import ObjectNotFound, RangeOutOfBounds, TransportError
 from asyncloader.transports.open_files import OpenFile, OpenFiles, use_ranges
 from asyncloader.transports.ranges import ReadPlan
-from asyncloader.transports.rooted_files import FileEntry, RootedFiles, os_errors
+from asyncloader.transports.rooted_files import RootedFiles, os_errors
 
 if TYPE_CHECKING:
     from aiofiles.threadpool.binary import AsyncBufferedReader
@@ -126,19 +126,11 @@ class LocalTransport(Transport):
                 yield chunk, around
 
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
-        """Return the paths of the regular files, with one call in a thread per directory, like `Transport.list`."""
+        """Return the paths of the regular files, with one call in a thread, like `Transport.list`."""
         check_prefix(prefix)
-        parent = prefix.rpartition("/")[0]
-        # With them, a link in `parent` that leads above it is skipped, as in a listing of everything.
-        above = await self._pool.run(partial(self._files.containers, parent))
-        pending = [FileEntry(parent, True, above)]
-        while pending:
-            entry = pending.pop()
-            if not entry.is_directory:
-                yield entry.path
-                continue
-            inside = await self._pool.run(partial(self._files.entries, entry.path, entry.ancestors))
-            pending.extend(each for each in reversed(inside) if each.path.startswith(prefix))
+        for path in await self._pool.run(partial(self._files.paths, prefix)):
+            yield path
+            self._pool.check_open()
 
     async def size(self, path: str) -> int:
         """Return a file's size in bytes, like `Transport.size`."""

@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -30,10 +29,6 @@ from asyncloader.transports.retry import Attempts, RequestFailed, RetryCounts, R
 
 _log = logging.getLogger("asyncloader")
 _SILENT_S = 5.0  # seconds without progress after which a warning is logged
-_LAST_S = 1.0  # seconds for an answer to the attempt that is made when the time is up
-_FOLLOWS_S = 1.0  # seconds after a failure within which the next operation shares the time for the first contact
-
-_RESOLUTION = 0.001  # seconds; a timer of uvloop may fire this much too early
 
 _C = TypeVar("_C")
 _R = TypeVar("_R")
@@ -44,16 +39,7 @@ class _Contact:
     """Whether a server answers this process, whichever client asks."""
 
     answered: bool = False
-    began: float = 0.0  # when the first operation without an answer began
-    tried: float = -inf  # when the attempt after the last failure was, or will be, made
-    failures: int = 0  # since `began`
     silent: bool = False  # the log has a warning that it does not answer
-
-    def begin(self, now: float) -> float:
-        """Return the time from which the first contact's budget counts for an operation that begins now."""
-        if now - self.tried > _FOLLOWS_S:
-            self.began, self.tried, self.failures = now, now, 0
-        return self.began
 
 
 _contacts: dict[str, _Contact] = {}
@@ -91,8 +77,6 @@ class NetworkClient(ABC, Generic[_C]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
         self._scopes: set[Scope] = set()
-        self._timer: asyncio.TimerHandle | None = None  # one for all scopes: most end long before their deadline
-        self._due = inf  # the time of that timer
         self._idle: asyncio.Future[None] | None = None
         self._closer: asyncio.Task[None] | None = None
 
@@ -190,22 +174,6 @@ class NetworkClient(ABC, Generic[_C]):
             self._granted += 1
             self.slots.release()
 
-    def watch(self, deadline: float) -> None:
-        """Have the scopes' deadlines checked at this time, or earlier."""
-        if deadline < self._due:
-            if self._timer is not None:
-                self._timer.cancel()
-            self._due = deadline
-            self._timer = asyncio.get_running_loop().call_at(deadline, self._check)
-
-    def _check(self) -> None:
-        now = self._due + _RESOLUTION
-        self._timer, self._due = None, inf
-        for scope in self._scopes:
-            if scope.deadline <= now:
-                scope.cut()
-        self.watch(min((scope.deadline for scope in self._scopes if scope.deadline > now), default=inf))
-
     def forked(self) -> None:
         """In a forked child: note that the client belongs to another process.
 
@@ -217,8 +185,6 @@ class NetworkClient(ABC, Generic[_C]):
         while self._scopes:
             self._idle = asyncio.get_running_loop().create_future()
             await self._idle
-        if self._timer is not None:
-            self._timer.cancel()
         await self.close_client(client)
         self._client = None
 
@@ -235,7 +201,6 @@ class NetworkClient(ABC, Generic[_C]):
         # Calls in a parent process, or in a loop that has ended, will never remove their scopes.
         self._scopes = set()
         self._idle = self._closer = None
-        self._timer, self._due = None, inf
         self._granted = min(self._requests, self.first_requests or self._requests)
         self.slots = asyncio.Semaphore(self._granted)
         self._client, self._loop, self._pid = client, loop, os.getpid()
@@ -265,24 +230,11 @@ class NetworkClient(ABC, Generic[_C]):
 
     def patience(self, seconds: float) -> float:
         """Return how long to wait for an answer: `seconds`, but less before the store's first answer."""
-        contact, first = self._contact, self._retry.first_contact_s
-        if contact.answered or not first:
-            return seconds
-        now = asyncio.get_running_loop().time()
-        return min(seconds, max(_LAST_S, contact.begin(now) + first - now))
+        return seconds if self.reached else min(seconds, self._retry.first_contact_s or seconds)
 
     @property
     def _policy(self) -> RetryPolicy:
         return self._retry if self.reached else self._retry.at_first_contact
-
-    def attempts(self, began: float, *, share: float = 0.5) -> Attempts:
-        """Start to track an operation that has failed once; `share` as in `Attempts`.
-
-        Until the store has answered, operations that follow one another share the time for that.
-        """
-        contact = self._contact
-        since = began if contact.answered else contact.begin(began)
-        return Attempts(self._policy, since, attempt=began, share=share)
 
     async def until_done(
         self,
@@ -314,7 +266,7 @@ class NetworkClient(ABC, Generic[_C]):
                 failed = classify(error)
                 if failed is None:
                     raise
-                attempts = attempts or self.attempts(began, share=share)
+                attempts = attempts or Attempts(self._policy, began, share=share)
                 if recover is not None:
                     recover(failed, attempts)
                 delay = self.judge(path, failed, attempts, loop.time())
@@ -332,21 +284,18 @@ class NetworkClient(ABC, Generic[_C]):
             finally:
                 failed.final = None  # its traceback refers to `failed`: only the garbage collector would free both
         contact, policy = self._contact, self._policy
-        contact.failures += 1
         # The store may have answered another operation since: then the whole budget applies here, too.
         attempts.follow(policy)
         verdict = attempts.failed(now, failed.retry_after)
-        contact.tried = now + (verdict.delay or 0.0)
         if verdict.delay is None:
             self.counts.give_up()
-            number, reason = attempts.failures, verdict.reason
+            reason = verdict.reason
             if not contact.answered and policy.budget_s:
-                number = contact.failures
                 reason = (
                     f"no answer at all within {policy.budget_s:g} s. Is the address right? "
                     "RetryPolicy(first_contact_s=) is how long to try"
                 )
-            times = "once" if number == 1 else f"{number} times"
+            times = "once" if attempts.failures == 1 else f"{attempts.failures} times"
             raise self.failure(path, failed, f"tried {times}: {reason}") from failed.cause
         if not contact.silent and attempts.seconds_without_progress(now) > _SILENT_S:
             contact.silent = True
@@ -375,11 +324,9 @@ class Scope:
     caused inside.
     """
 
-    __slots__ = ("_client", "_timeout", "deadline")
+    __slots__ = ("_client", "_timeout")
 
     def __init__(self, client: NetworkClient[Any]) -> None:
-        self.deadline = inf
-        """In the loop's time."""
         self._client = client
         self._timeout = asyncio.timeout(None)
 
@@ -403,17 +350,15 @@ class Scope:
             raise self._client.closed_error() from None
 
     def limit(self, seconds: float | None) -> None:
-        """Time out in `seconds` from now, None for never."""
-        if seconds is None:
-            self.deadline = inf
-        else:
-            self.deadline = asyncio.get_running_loop().time() + seconds
-            self._client.watch(self.deadline)
+        """Time out in `seconds` from now, None for never; at once if the client is closed."""
+        if self._client.closed:
+            seconds = 0.0
+        if not self._timeout.expired():
+            self._timeout.reschedule(None if seconds is None else asyncio.get_running_loop().time() + seconds)
 
     def cut(self) -> None:
         """Interrupt the waits now."""
-        if not self._timeout.expired():
-            self._timeout.reschedule(asyncio.get_running_loop().time())
+        self.limit(0)
 
 
 # ------------------------------------------------------------------------------------------------------- forks

@@ -58,9 +58,9 @@ class RetryPolicy:
             half of them. 0 never retries.
             Default 120: a rolling restart of a store or of a node's network takes tens of seconds, and users report
             that budgets below 30 s end their runs; much more would hide a wrong address for too long.
-        first_contact_s: seconds for all attempts together until the store has answered for the first time in this
-            process, 0 or more; at most `budget_s`. Default 15: a store that has never answered has more often a wrong
-            address than an outage, and users should not wait minutes for the error.
+        first_contact_s: the same until the store has answered for the first time in this process, 0 or more; at most
+            `budget_s`. Default 15: a store that has never answered has more often a wrong address than an outage, and
+            users should not wait minutes for the error.
         first_delay_s: upper bound of the first wait, above 0. Default 0.2: a few round trips.
         cap_s: upper bound of any wait, at least `first_delay_s`. Default 10: how long the end of an outage may go
             unnoticed.
@@ -129,7 +129,6 @@ class Attempts:
     Args:
         policy: the rules.
         began: when the operation began, in seconds of the caller's clock. Any monotonic clock.
-        attempt: when the attempt in progress began; None: with the operation.
         jitter: returns numbers uniform in 0..1. Default: a generator of this module's own.
         share: the largest part of the budget that an attempt uses up. 1 for attempts that retry internally.
     """
@@ -142,12 +141,11 @@ class Attempts:
         began: float,
         jitter: Callable[[], float] = _OWN_RANDOM.random,
         *,
-        attempt: float | None = None,
         share: float = 0.5,
     ) -> None:
         self._policy = policy
         self._since = began
-        self._attempt = began if attempt is None else attempt  # planned start of the attempt in progress
+        self._attempt = began  # planned start of the attempt in progress
         self._share = share
         self._jitter = jitter
         self._in_a_row = 0

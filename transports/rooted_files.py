@@ -16,21 +16,12 @@ import os
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
 
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import AccessDenied, InvalidPath, ObjectNotFound, ReadFailed, TransportError
 
 # Opening a FIFO must not wait for a writer, and a terminal must not become our controlling terminal.
 _FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
-
-
-class FileEntry(NamedTuple):
-    """One name in a directory: `path` below the root, and the identities of the directories that contain it."""
-
-    path: str
-    is_directory: bool
-    ancestors: frozenset[tuple[int, int]]
 
 
 class RootedFiles:
@@ -73,67 +64,69 @@ class RootedFiles:
                 raise
         return descriptor, status.st_size
 
-    def entries(self, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[FileEntry]:
-        """Return a directory's regular files and directories, including links to such.
+    def paths(self, prefix: str) -> list[str]:
+        """Return the paths of the regular files that begin with `prefix`, ascending, including links to such.
 
-        They are sorted so that descending into each directory at its position gives all paths in ascending order. A
-        directory that contains itself by a link gives nothing, and neither does one that was deleted.
-
-        Args:
-            directory: path below the root; empty for the root itself.
-            ancestors: of the directory's `FileEntry`.
+        A directory that contains itself by a link is read once, and one that was deleted gives nothing.
 
         Raises:
-            InvalidPath: the directory, or a link in it, leads out of the root.
+            InvalidPath: a directory, or a link in it, leads out of the root.
             ObjectNotFound: the root itself is missing.
             AccessDenied, ReadFailed: the system refuses or fails.
         """
-        with os_errors(directory, self.directory):
-            try:
-                descriptor = os.open(os.path.join(self.directory, directory), _FLAGS | os.O_DIRECTORY)
-            except (FileNotFoundError, NotADirectoryError):
-                if os.path.isdir(self.directory):
-                    return []
-                raise
-            try:
-                self._refuse_outside(descriptor, directory)
-                status = os.fstat(descriptor)
-                identity = (status.st_dev, status.st_ino)
-                if identity in ancestors:
-                    return []
-                return self._scan(descriptor, directory, ancestors | {identity})
-            finally:
-                os.close(descriptor)
+        parent = prefix.rpartition("/")[0]
+        found: list[str] = []
+        # With the directories above `parent`, a link in it that leads to one of them is skipped, too.
+        pending = [(parent, self._above(parent))]
+        while pending:
+            directory, above = pending.pop()
+            with os_errors(directory, self.directory):
+                inside, folders, identity = self._scan(directory, above)
+            found += [path for path in inside if path.startswith(prefix)]
+            pending += [(path, above | {identity}) for path in folders if path.startswith(prefix)]
+        return sorted(found)
 
-    def containers(self, directory: str) -> frozenset[tuple[int, int]]:
-        """Return the identities of the directories that contain `directory`, as in `FileEntry.ancestors`."""
+    def _above(self, directory: str) -> frozenset[tuple[int, int]]:
+        """Return the identities of the directories that contain `directory`."""
         found: set[tuple[int, int]] = set()
         while directory:
             directory = directory.rpartition("/")[0]
-            with suppress(OSError):  # `entries` finds the reason
-                status = os.stat(os.path.join(self.directory, directory))
-                found.add((status.st_dev, status.st_ino))
+            with suppress(OSError):  # `_scan` finds the reason
+                found.add(_identity(os.stat(os.path.join(self.directory, directory))))
         return frozenset(found)
 
-    def _scan(self, descriptor: int, directory: str, ancestors: frozenset[tuple[int, int]]) -> list[FileEntry]:
-        found: list[FileEntry] = []
-        with os.scandir(descriptor) as names:
-            for name in names:
-                path = f"{directory}/{name.name}" if directory else name.name
-                try:
-                    is_directory = name.is_dir()
-                    if not is_directory and not name.is_file():
-                        continue  # a FIFO, a socket, a device, or a link that leads nowhere
-                except OSError as error:
-                    if error.errno != errno.ELOOP:
-                        raise
-                    continue  # a link to itself, which leads nowhere, too
-                if name.is_symlink() and not is_directory:  # directories are checked when they are opened
-                    self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
-                found.append(FileEntry(path, is_directory, ancestors))
-        # "a/" sorts where its files do: after "a.png", before "a0.png".
-        found.sort(key=lambda entry: entry.path + "/" if entry.is_directory else entry.path)
-        return found
+    def _scan(self, directory: str, above: frozenset[tuple[int, int]]) -> tuple[list[str], list[str], tuple[int, int]]:
+        """Return the files and the directories in a directory, and its identity."""
+        files: list[str] = []
+        folders: list[str] = []
+        try:
+            descriptor = os.open(os.path.join(self.directory, directory), _FLAGS | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.isdir(self.directory):
+                return [], [], (0, 0)
+            raise
+        try:
+            self._refuse_outside(descriptor, directory)
+            identity = _identity(os.fstat(descriptor))
+            if identity in above:
+                return [], [], identity
+            with os.scandir(descriptor) as names:
+                for name in names:
+                    path = f"{directory}/{name.name}" if directory else name.name
+                    try:
+                        is_directory = name.is_dir()
+                        if not is_directory and not name.is_file():
+                            continue  # a FIFO, a socket, a device, or a link that leads nowhere
+                    except OSError as error:
+                        if error.errno != errno.ELOOP:
+                            raise
+                        continue  # a link to itself, which leads nowhere, too
+                    if name.is_symlink() and not is_directory:  # directories are checked when they are opened
+                        self._refuse_true_path(os.path.realpath(os.path.join(self.directory, path)), path)
+                    (folders if is_directory else files).append(path)
+        finally:
+            os.close(descriptor)
+        return files, folders, identity
 
     def refuse_outside(self, folder: str, path: str) -> None:
         """Refuse a directory that links lead out of the root. Raises InvalidPath about `path`."""
@@ -162,6 +155,10 @@ class RootedFiles:
                 "open a transport at a directory that holds both the link and what it points to",
                 path=path,
             )
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _below(true: str, root: str) -> bool:

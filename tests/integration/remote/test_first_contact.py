@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -55,25 +56,18 @@ class Told(logging.Handler):
 
 
 async def test_a_wrong_address_is_told_soon() -> None:
-    """The error has host, cause, attempts and option; a second read adds one attempt to the first's, and no time."""
+    """The error has host, cause, attempts and option."""
     retry = RetryPolicy(first_contact_s=0.3, first_delay_s=0.01, cap_s=0.02)
     with silent() as (_, port):
         url = f"http://127.0.0.1:{port}"
         async with HttpTransport(url, retry=retry) as transport:
             with pytest.raises(ReadFailed) as caught:
                 await transport.read("a")
-            first = str(caught.value)
-            with pytest.raises(ReadFailed) as caught:
-                await transport.info("b")
-    cause = f"{url}/{{}}: no connection to {url.removeprefix('http://')}: Connect call failed"
-    end = " times: no answer at all within 0.3 s. Is the address right? "
-    end += "RetryPolicy(first_contact_s=) is how long to try"
-    assert cause.format("a") in first
-    assert first.endswith(end)
-    assert cause.format("b") in str(caught.value)
-    tries = [int(text.removesuffix(end).rpartition(" ")[2]) for text in (first, str(caught.value))]
-    assert tries[0] > 2
-    assert tries[1] == tries[0] + 1
+    words = re.escape(f"{url}/a: no connection to {url.removeprefix('http://')}: Connect call failed")
+    end = r"no answer at all within 0\.3 s\. Is the address right\? RetryPolicy\(first_contact_s=\) is how .*"
+    found = re.search(rf"{words}.*tried (\d+) times: {end}", str(caught.value))
+    assert found
+    assert int(found[1]) > 2
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator
 
@@ -201,14 +200,6 @@ async def test_no_more_threads_can_be_started(monkeypatch: pytest.MonkeyPatch) -
     assert cleaned == [1]
     await asyncio.wait_for(used.aclose(), 30)
     await unused.aclose()
-
-
-def test_shutdown_from_outside_a_loop() -> None:
-    """Used as an Executor it can be closed by plain code, which waits for its threads."""
-    with BlockingPool("test", threads=1) as pool:
-        future = pool.submit(os.getpid)
-    assert future.result() == os.getpid()
-    assert pool.closed
 
 
 def test_a_pool_has_at_least_one_thread() -> None:

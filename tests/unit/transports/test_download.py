@@ -16,7 +16,7 @@ from asyncloader.transports.download import Download, read_blocks
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.network_client import NetworkClient, Scope
 from asyncloader.transports.object_version import Version
-from asyncloader.transports.retry import RequestFailed, RetryPolicy
+from asyncloader.transports.retry import Attempts, RequestFailed, RetryPolicy
 
 SOON = RetryPolicy(budget_s=60, first_delay_s=1e-6, cap_s=1e-6)
 
@@ -306,7 +306,7 @@ async def test_a_final_error_is_freed_with_its_last_use() -> None:
     async with client_of(Store(0, [Answer()], proves=True)) as client:
         failed = RequestFailed("status 404", "", retryable=False, final=TransportError("missing"))
         with pytest.raises(TransportError, match="missing") as caught:
-            client.judge("a", failed, client.attempts(0.0), 0.0)
+            client.judge("a", failed, Attempts(SOON, 0.0), 0.0)
         error = weakref.ref(caught.value)
         del caught
         assert error() is None

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
-from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -167,17 +165,6 @@ async def test_broken_read() -> None:
         assert isinstance(caught.value, OSError)
         with pytest.raises(ReadFailed, match="Input/output error"):
             await anext(transport.stream("mem"))
-
-
-async def test_listing_survives_a_directory_that_goes_away(root: Path) -> None:
-    """Files that are removed during the walk are not listed; all others are."""
-    for path in ["b/1", "c/1", "d/1"]:
-        (root / path).parent.mkdir()
-        (root / path).write_bytes(b"")
-    async with LocalTransport(root) as transport, aclosing(transport.list()) as paths:
-        assert [await anext(paths), await anext(paths)] == ["a.bin", "b/1"]
-        shutil.rmtree(root / "c")
-        assert [path async for path in paths] == ["d/1"]
 
 
 async def test_a_prefix_lists_what_the_whole_listing_has(root: Path) -> None:

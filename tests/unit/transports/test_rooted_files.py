@@ -30,13 +30,6 @@ def read(root: RootedFiles, path: str) -> bytes:
         os.close(descriptor)
 
 
-def walk(root: RootedFiles, directory: str = "", ancestors: frozenset[tuple[int, int]] = frozenset()) -> list[str]:
-    found: list[str] = []
-    for entry in root.entries(directory, ancestors):
-        found += walk(root, entry.path, entry.ancestors) if entry.is_directory else [entry.path]
-    return found
-
-
 def link(root: RootedFiles, name: str, target: str | Path) -> None:
     (Path(root.directory) / name).symlink_to(target)
 
@@ -78,7 +71,7 @@ def test_links_inside_are_followed(root: RootedFiles) -> None:
     link(root, "file", "a/b.txt")
     link(root, "directory", Path(root.directory) / "a")
     assert read(root, "file") == read(root, "directory/b.txt") == b"inside"
-    assert walk(root) == ["a/b.txt", "directory/b.txt", "file"]
+    assert root.paths("") == ["a/b.txt", "directory/b.txt", "file"]
 
 
 def test_dots_are_refused_before_the_disk_is_asked(root: RootedFiles) -> None:
@@ -97,7 +90,7 @@ def test_the_root_may_be_a_link_that_moves(root: RootedFiles, tmp_path: Path) ->
     current.unlink()
     current.symlink_to("root-2")
     assert read(moving, "secret") == b"outside"
-    assert walk(moving) == ["secret"]
+    assert moving.paths("") == ["secret"]
 
 
 def test_a_file_replaced_while_it_is_opened(tmp_path: Path) -> None:
@@ -133,7 +126,7 @@ def test_what_is_no_regular_file_is_not_found(root: RootedFiles) -> None:
         for path in ["a", "fifo", "socket"]:
             with pytest.raises(ObjectNotFound, match=f"{path}' is not a regular file"):
                 root.open(path)
-    assert walk(root) == ["a/b.txt"]
+    assert root.paths("") == ["a/b.txt"]
     with pytest.raises(ObjectNotFound, match="null' is not a regular file"):
         RootedFiles("/dev").open("null")
 
@@ -148,7 +141,7 @@ def test_missing(root: RootedFiles, tmp_path: Path) -> None:
         gone.open("a")
     for directory in ["", "a"]:
         with pytest.raises(ObjectNotFound, match=r"the root '.*/gone' is not a directory"):
-            gone.entries(directory, frozenset())
+            gone.paths(f"{directory}/" if directory else "")
 
 
 def test_names_that_the_system_refuses(root: RootedFiles) -> None:
@@ -165,7 +158,7 @@ def test_listing_is_in_the_order_of_the_paths(root: RootedFiles) -> None:
         file = Path(root.directory) / path
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"")
-    found = walk(root)
+    found = root.paths("")
     assert found == sorted(found)
     assert set(found) == {"a.txt", "a0", "a b", "a/b.txt", "a/c/d", "a/c.d", "b/b", "B"}
 
@@ -174,11 +167,11 @@ def test_listing_refuses_links_that_lead_out(root: RootedFiles) -> None:
     """A link that cannot be read is an error, not a dataset that is silently smaller."""
     link(root, "a/evil", "../../root-2/secret")
     with pytest.raises(InvalidPath, match="'a/evil'"):
-        walk(root)
+        root.paths("")
     (Path(root.directory) / "a/evil").unlink()
     link(root, "evil", "../root-2")
     with pytest.raises(InvalidPath, match="'evil'"):
-        walk(root)
+        root.paths("")
 
 
 def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> None:
@@ -191,7 +184,7 @@ def test_listing_passes_over_dangling_links_and_cycles(root: RootedFiles) -> Non
     link(root, "x/y", "../y")
     link(root, "y/x", "../x")
     (Path(root.directory) / "y/file").write_bytes(b"")
-    assert walk(root) == ["a/b.txt", "x/y/file", "y/file"]
+    assert root.paths("") == ["a/b.txt", "x/y/file", "y/file"]
 
 
 @pytest.mark.parametrize(
