@@ -19,7 +19,7 @@ from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.options.auto import is_auto, set_workers
+from asyncloader.options.auto import is_auto
 from asyncloader.options.declaration import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
@@ -73,7 +73,7 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
     """
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
-        _check_auto(arguments["num_workers"], arguments["seed"])
+        _check_auto(arguments["num_workers"])
         self._spec: LoaderSpec[Any] = LoaderSpec(**arguments)
         self._begin(StateKeeper())
 
@@ -110,8 +110,7 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             super().__setattr__(name, value)
             return
         if name == "num_workers":
-            _check_auto(value, self._spec._asyncloader_options.seed)
-            value = set_workers(self._spec, value)
+            _check_auto(value)
         try:
             setattr(self._spec, name, value)
         except ValueError as error:  # torch forbids setting this attribute
@@ -181,8 +180,6 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         if self._kept is not None and self._idle_pool is not None and self._claimant in (None, pool_cache):
             self._claim = weakref.ref(pool_cache)
             config = self._kept[1]
-            if config.tunes:
-                config = config.with_workers(len(self._idle_pool.processes))
             self._kept = self._kept[0].duplicate(), config
             self._kept[0]._begin_order(self._spec, progress)
             return self._kept
@@ -325,9 +322,10 @@ class _LoaderPoolCache:
         return True
 
 
-def _check_auto(num_workers: Any, seed: int | None) -> None:
-    if seed is None and is_auto(num_workers):
+def _check_auto(num_workers: Any) -> None:
+    if is_auto(num_workers):
         raise ValueError(
-            'num_workers="auto" needs seed= in an AsyncDataLoader: without it a trial of some seconds before the '
-            "first epoch finds the number, for which the event loop would have to wait. Give a seed, or a number"
+            'num_workers="auto" is a trial of some seconds before the first epoch, for which the event loop of an '
+            'AsyncDataLoader would have to wait. Give a number: that of a DataLoader with "auto", or the one that '
+            "`asyncloader try` finds"
         )

@@ -113,40 +113,13 @@ class Replaced(NamedTuple):
     worker: int
 
 
-class Joined(NamedTuple):
-    """There is one worker more: a new one with the next number, or one that had been excused. `gone`: that one has
-    ended since, without a task for a replacement.
-    """
-
-    worker: int
-    gone: bool = False
-
-
-class Excused(NamedTuple):
-    """The worker with the highest number gets no more tasks. It answers those that it has."""
-
-    worker: int
-
-
 class PoolFailed(NamedTuple):
     """The pool cannot continue: for example no descriptors are left, or a stream is corrupt."""
 
     error: BaseException
 
 
-Event: TypeAlias = (
-    Started
-    | Offered
-    | SamplerEnded
-    | Completed
-    | Exhausted
-    | Delivered
-    | Died
-    | Replaced
-    | Joined
-    | Excused
-    | PoolFailed
-)
+Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | PoolFailed
 
 
 # ------------------------------------------------------------------------------------------------ actions
@@ -237,12 +210,6 @@ NOTHING: Final = _Mark("NOTHING")
 """Stands for an index: there is no plain sampler, or it had ended before."""
 
 
-class MoreOffers(tuple[Any, ...]):
-    """Stands for an index: several, which were taken from the sampler because there are more workers."""
-
-    __slots__ = ()
-
-
 class WorkerFailure:
     """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one. `unbegun`: the worker
     could not begin the epoch.
@@ -275,12 +242,6 @@ class Notice(NamedTuple):
 
     left: bool
     warning: str
-
-
-class Resized(NamedTuple):
-    """Notifies the consumer that another number of workers makes batches now."""
-
-    workers: int
 
 
 class CopyBegun(NamedTuple):

@@ -1,10 +1,10 @@
-"""Chooses the number of workers of a loader in torch mode, by a trial before its first epoch.
+"""Chooses the number of workers of a loader by a trial before its first epoch: for ``num_workers="auto"``.
 
 Data path: none; `DataLoader.__iter__` waits for it once.
 
-In torch mode the worker that makes a batch is part of its random numbers, so the number must not change while the
-loader is read. The trial reads samples of the dataset with a loader of its own in seeded mode, whose number may change,
-until that has settled. It draws from no generator of this process, and reads neither the user's sampler nor generator.
+The trial reads samples of the dataset with loaders of its own, each with twice the workers of the one before, as long
+as samples come clearly faster. It draws from no generator of this process, and reads neither the user's sampler nor
+generator.
 """
 
 from __future__ import annotations
@@ -12,75 +12,136 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import sys
 from collections.abc import Generator
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
+from asyncloader.cpus import usable_cpus
 from asyncloader.options.auto import AutoWorkers, choice_of
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
-from asyncloader.telemetry.tuner import WorkerTuner
+from asyncloader.telemetry.run_figures import MOST_WAITING_WORKERS
+from asyncloader.workers.memory.segment import memory_limit
+from asyncloader.workers.memory_limit import private_bytes
+
+if sys.platform != "win32":
+    import resource
+
+if TYPE_CHECKING:
+    from asyncloader.loader import DataLoader
 
 _log = logging.getLogger("asyncloader")
 
 _SECONDS, _READING_S = 3.0, 2.6
 """For the whole trial, with the start and the end of its workers; and until the batch that is its last."""
+_WINDOW_S, _BATCHES = 0.3, 8  # the least that a number is measured by
+_WORTH = 1.2  # times as fast as with half the number: less may be noise
+_FILES = 7  # descriptors of this process that a worker takes
 _SEED = 0  # of the trial's order
 
 
 def choose_workers(spec: LoaderSpec[Any]) -> None:
-    """Choose the number of workers, if it is the loader's to choose by a trial and was not chosen yet. Blocks.
+    """Choose the number of workers, if it is the loader's to choose and was not chosen yet. Blocks.
 
     An error of the dataset ends the trial, with the number at its beginning: the epoch raises it at its place.
     """
     auto = choice_of(spec)
-    if auto is None or auto.chosen or spec._asyncloader_options.seed is not None:
+    # An empty epoch measures nothing; the first epoch with samples has the trial.
+    if auto is None or auto.chosen or not len(spec.dataset):  # type: ignore[arg-type]
         return
     auto.chosen = True  # first: a trial that fails is not repeated
     began = perf_counter()
+    _log.info(
+        'num_workers="auto" tries numbers of workers on random samples, %g s at most, before the first epoch', _SECONDS
+    )
     with _generators_kept():
         try:
-            if not len(spec.dataset):  # type: ignore[arg-type]
-                # An empty epoch measures nothing; the first epoch with samples has the trial.
-                auto.chosen = False
-                return
-            _log.info(
-                'num_workers="auto" tries numbers of workers on random samples, %g s at most, before the first epoch; '
-                "with seed= it tries them while the epoch runs",
-                _SECONDS,
-            )
-            trial = _try(spec, began + _READING_S)
+            _try(spec, auto, began + _READING_S)
         except Exception as error:
             auto.decisions.append(f"keeps {auto.number}: the trial failed with {type(error).__name__}: {error}")
             _log.warning('num_workers="auto" %s', auto.decisions[-1])
             return
-    auto.decisions.extend(trial.decisions)
-    # Without the factor that was measured: the trial's consumer takes no time, the epoch's may.
-    auto.tuner = WorkerTuner(trial.number)
-    vars(spec)["num_workers"] = trial.number
+    vars(spec)["num_workers"] = auto.number
     auto.decisions.append(f"has {auto.number}, after a trial of {perf_counter() - began:.1f} s")
     _log.info('num_workers="auto" %s', auto.decisions[-1])
 
 
-def _try(spec: LoaderSpec[Any], until: float) -> AutoWorkers:
-    """Read the dataset until the number has settled, or this time. Returns the trial's choice."""
+def _try(spec: LoaderSpec[Any], auto: AutoWorkers, until: float) -> None:
+    """Double the number as long as that is worth it, until this time."""
+    rate, most, limit = _rate(spec, auto.number, until)
+    while rate and auto.number < most and perf_counter() < until:
+        tried = min(2 * auto.number, most)
+        found, most, limit = _rate(spec, tried, until)
+        if found < _WORTH * rate:
+            auto.decisions.append(f"tried {tried}: {found:,.0f} samples/s instead of {rate:,.0f}")
+            return
+        auto.decisions.append(f"goes to {tried}: {found:,.0f} samples/s instead of {rate:,.0f}")
+        auto.number, rate = tried, found
+    auto.decisions.append(f"{limit} allow {most}" if auto.number >= most else "the trial's time was over")
+
+
+def _rate(spec: LoaderSpec[Any], workers: int, until: float) -> tuple[float, int, str]:
+    """Samples per second with this number of workers, 0 where the time is over; and the most workers that there may be,
+    with the reason.
+    """
+    loader, began, first, count = _loader(spec, workers), 0.0, 0, 0
+    size = loader.batch_size or 1
+    with loader:
+        batches: Any = iter(loader)
+        for count, _ in enumerate(batches, 1):
+            now = perf_counter()
+            if began and now - began >= _WINDOW_S and count - first >= max(_BATCHES, 2 * workers):
+                return (count - first) * size / (now - began), *_room(batches)
+            if not began and count >= 2 * workers:  # the batches that were made while the workers started
+                began, first = now, count
+            if now >= until:
+                break
+    return 0.0, workers, "the trial's time was over: CPUs"
+
+
+def _room(batches: Any) -> tuple[int, str]:
+    """The most workers that there may be, and the reason: CPUs, open files or memory."""
+    workers = batches._workers
+    cpus = usable_cpus()
+    # Samples that are awaited, or read by threads, need no more workers than CPUs: `concurrency` overlaps them.
+    most = cpus if batches._config.concurrent else max(cpus, MOST_WAITING_WORKERS)
+    limit = f"the {cpus} CPUs" if most == cpus else "reads that wait"
+    files = _most_files()
+    if files < _FILES * most:
+        most, limit = files // _FILES, f"half of the open files of a process (ulimit -n): {files}"
+    # Only by a half of the memory that is free without them, as files that they read, and the consumer, need some, too.
+    largest = max(1 << 20, *(private_bytes(worker.pid) for worker in workers[:4]))
+    if (free := memory_limit()[0]) is not None:
+        fit = (free + len(workers) * largest) // 2 // largest
+        if fit < most:
+            most, limit = fit, f"half of {free >> 20:,} MiB of free memory, at {largest >> 20:,} MiB for each worker,"
+    return max(most, len(workers)), limit
+
+
+def _most_files() -> int:
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft // 2
+
+
+def _loader(spec: LoaderSpec[Any], workers: int) -> DataLoader[Any]:
+    """A loader of the trial: of random samples, in batches like those of the user's."""
     from asyncloader.loader import DataLoader
 
     ours, collate = spec._asyncloader_options, spec.collate_fn
     batched = spec.batch_size is not None or spec.batch_sampler is not None
-    size = spec.batch_size or getattr(spec.batch_sampler, "batch_size", None)
     with warn_only_of(()):
         loader = DataLoader[Any](
             spec.dataset,
-            batch_size=size,
+            batch_size=spec.batch_size or getattr(spec.batch_sampler, "batch_size", None),
             # As many samples as the longest trial may read.
             sampler=_Endless(spec.dataset),
-            num_workers="auto",
+            num_workers=workers,
             collate_fn=None if collate is (default_collate if batched else default_convert) else collate,
             timeout=spec.timeout,
             worker_init_fn=spec.worker_init_fn,
@@ -95,16 +156,7 @@ def _try(spec: LoaderSpec[Any], until: float) -> AutoWorkers:
             tuning=Tuning(ring_bytes=ours.ring_bytes, decode_threads=ours.decode_threads),
         )
     loader._asyncloader_state.statistics.untold = False  # a trial's verdict is not about the user's run
-    auto = choice_of(loader)
-    assert auto is not None
-    auto.tuner = tuner = WorkerTuner(auto.number, quick=True)
-    with loader:
-        for _ in loader:
-            if perf_counter() >= until or (tuner.settled and not tuner.tries):
-                break
-    if (last := tuner.finish()) is not None:
-        auto.decisions.append(f"goes to {last.value} workers: {last.reason}")
-    return auto
+    return loader
 
 
 class _Endless(RandomSampler):

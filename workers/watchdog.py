@@ -55,18 +55,6 @@ class TaskWatchdog:
         # When the timer fires. Kept here because a uvloop handle reports no time that is less than a millisecond away.
         self._due = 0.0
 
-    def add_worker(self) -> None:
-        """There is one worker more, with the next number; `starts` follows."""
-        self._tasks.append({})
-        self._since.append(self._loop.time())
-        self._starting.append(True)
-        self._waiting.append(False)
-
-    def drop_worker(self) -> None:
-        """The worker with the highest number, which has no tasks, is given up."""
-        for of_workers in (self._tasks, self._since, self._starting, self._waiting):
-            of_workers.pop()
-
     def starts(self, worker: int) -> None:
         """A new process or a new epoch starts: the user's start-up code runs now."""
         self._since[worker] = self._loop.time()

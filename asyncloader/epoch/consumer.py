@@ -46,7 +46,6 @@ from asyncloader.events import (
     Deliver,
     Notice,
     Poisoned,
-    Resized,
     WorkerFailure,
 )
 from asyncloader.options.epoch_config import EpochConfig
@@ -61,8 +60,6 @@ from asyncloader.workers.pool import WorkerPool
 if TYPE_CHECKING:
     from asyncloader.delivery.device_stage import DeviceStage
     from asyncloader.delivery.transfer import DeviceTransfer
-    from asyncloader.epoch.tuning import EpochTuning
-    from asyncloader.epoch.worker_count import WorkerCount
 
 NO_BATCH: Final[Any] = object()
 """Returned instead of a batch whose samples were all dropped: take the next item."""
@@ -94,7 +91,7 @@ class Consumer(SamplerReading):
     ) -> None:
         self._statistics, self._config, self._quarantine = statistics, config, quarantine
         statistics.tell = partial(tell_verdict, weakref.ref(config))
-        self._notices: deque[Notice | CopyBegun | Resized] = deque()
+        self._notices: deque[Notice | CopyBegun] = deque()
         self._progress = progress
         self._tasks = 0  # indices taken from a plain sampler
         self._taken = 0  # deliveries
@@ -102,7 +99,7 @@ class Consumer(SamplerReading):
         self._begun = begun
         self._run = statistics.epochs  # number of the iterator, in traces
         self._workers = statistics.num_workers = config.num_workers
-        self._short = 0  # indices that must be taken besides, because there are more workers
+        self._short = 0  # indices that are to be taken once the sampler goes on after an error
         self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
         # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
@@ -159,7 +156,6 @@ class Consumer(SamplerReading):
             )
             sink = self._stage.put
         indices = None if self._source is None else self._source.read(self._progress)
-        count, tuning = self._tuned()
         pipeline = Pipeline(
             pool,
             self._scheduler,
@@ -172,25 +168,11 @@ class Consumer(SamplerReading):
             stateful=self._config.stateful,
             assigner=None if self._progress.assignment is None else self._progress.assignment.assigner,
             adapts=self._adapts,
-            count=count,
-            tuning=tuning,
             statistics=self._statistics,
         )
         # Shared with the loop's thread without a lock: `append` and `popleft` of a deque are atomic.
         self._notices = pipeline.notices
         return pipeline
-
-    def _tuned(self) -> tuple[WorkerCount | None, EpochTuning | None]:
-        """What changes the number of workers while the epoch runs, if it is the loader's to choose."""
-        config = self._config
-        if not config.tunes or config.auto is None:
-            return None, None
-        # Late: few loaders choose their number.
-        from asyncloader.epoch.tuning import EpochTuning
-        from asyncloader.epoch.worker_count import WorkerCount
-
-        count = WorkerCount(config.auto, config)
-        return count, EpochTuning(count, self._statistics)
 
     async def end_stage(self) -> None:
         """Let the stage finish its current batch and end, without blocking the loop. It ends even if this is
@@ -251,8 +233,8 @@ class Consumer(SamplerReading):
                 self._advance(delivery)
             # Before the statistics and the position are updated, so that the worker has its next task early. If Ctrl-C
             # comes between these two lines, the call is repeated, and `Pipeline.advance` ignores the repetition.
-            advance(item.seq, self._with_extra(delivery.offer) if self._extra else delivery.offer)
-            delivery.reached, self._extra = ADVANCED, ()
+            advance(item.seq, delivery.offer)
+            delivery.reached = ADVANCED
         if delivery.error is None and delivery.reached < DONE:
             self._count(delivery, item, item.outcome, waited)
         error = delivery.error
@@ -397,11 +379,6 @@ class Consumer(SamplerReading):
             notice = self._notices.popleft()
             if isinstance(notice, CopyBegun):
                 self._progress.begun(notice.copy, notice.cursor)
-                continue
-            if isinstance(notice, Resized):
-                self._workers = self._statistics.num_workers = notice.workers
-                wanted = self._config.credits * notice.workers + self._config.reorder_window
-                self._short = max(0, wanted - (self._tasks - self._taken))
                 continue
             if notice.left:
                 self._statistics.worker_retirements += 1

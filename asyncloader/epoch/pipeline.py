@@ -38,14 +38,12 @@ from asyncloader.events import (
     Exhausted,
     Fail,
     Finish,
-    MoreOffers,
     Notice,
     Offered,
     PoolFailed,
     Pull,
     Replace,
     Replaced,
-    Resized,
     SamplerEnded,
     Started,
     WorkerFailure,
@@ -61,8 +59,6 @@ from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle, shortage_of
 
 if TYPE_CHECKING:
-    from asyncloader.epoch.tuning import EpochTuning
-    from asyncloader.epoch.worker_count import WorkerCount
     from asyncloader.remote.assignment import Reply, ShardAssigner
 
 _log = logging.getLogger("asyncloader")
@@ -84,7 +80,6 @@ class Pipeline(Listener):
         stateful: whether the dataset has a state of its own.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
-        count, tuning: change the number of workers, and all settings that change in the epoch; None: they stay.
         statistics: the loader's counters; default: counters that are never read.
     """
 
@@ -102,15 +97,12 @@ class Pipeline(Listener):
         stateful: bool = False,
         assigner: ShardAssigner | None = None,
         adapts: bool = False,
-        count: WorkerCount | None = None,
-        tuning: EpochTuning | None = None,
         statistics: Statistics | None = None,
     ) -> None:
         # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
         # iterator, which the loop must not keep alive.
         self._ends = {} if ends is None else ends
         self._adapts = adapts
-        self._count, self._tuning = count, tuning
         self._statistics = Statistics() if statistics is None else statistics
         self._at_nodes = pool.start_method == "service"
         self._run, self._pool = self._statistics.epochs, pool  # the iterator's number is for traces
@@ -135,8 +127,8 @@ class Pipeline(Listener):
         # Made in the consumer's thread: an event belongs to a loop only from the first task that waits for it.
         self._begun = asyncio.Event()
         self._start_errors: dict[int, Any] = {}  # of the workers that could not begin the epoch
-        self.notices: deque[Notice | CopyBegun | Resized] = deque()
-        """For the consumer's thread: replaced workers, started ones, and another number of workers."""
+        self.notices: deque[Notice | CopyBegun] = deque()
+        """For the consumer's thread: replaced workers, and started ones."""
 
     # ------------------------------------------------------------------------------- called by the consumer
 
@@ -169,12 +161,6 @@ class Pipeline(Listener):
             self._adapt()
         self._offers.extend(offers)
         self._handle(Started())
-        # An error in `_handle` may have closed the pipeline just before this line.
-        if self._tuning is not None and not self._closed:
-            if self._count is not None:
-                parts = self._pool, self._scheduler, self._respawner
-                self._count.start(*parts, self._handle, self.notices, self._resume_points, self._starts)
-            self._tuning.start()
 
     def advance(self, seq: int, offer: Any) -> None:
         """Take note that `seq` was delivered, and of the sampler's `offer` (or `ENDED`, `NOTHING`). Idempotent."""
@@ -182,11 +168,9 @@ class Pipeline(Listener):
             return
         self._advanced = seq
         if offer is not NOTHING:
-            self._offers += offer if offer.__class__ is MoreOffers else (offer,)
+            self._offers.append(offer)
         try:
             self._carry_out(self._scheduler.delivered(seq))
-            if self._tuning is not None:
-                self._tuning.delivered()
             if self._offers and self._allowed:
                 # Indices that were requested earlier, when the sampler had not given them yet: no new request names
                 # them.
@@ -194,7 +178,7 @@ class Pipeline(Listener):
         except Exception as error:
             self._fail(error)
 
-    def offer(self, number: int, offers: MoreOffers) -> None:
+    def offer(self, number: int, offers: Sequence[Any]) -> None:
         """Take what a sampler gives that goes on after an error. `number`: of the call; repeated, it has no effect."""
         if not self._closed and number != self._offered:
             self._offered = number
@@ -221,8 +205,6 @@ class Pipeline(Listener):
         self._begun.set()
         # Before the pool is detached: a process that is made from now on is discarded, not adopted.
         self._respawner.close()
-        if self._tuning is not None:
-            self._tuning.close()
         self._pool.detach()
         # The slots of these batches would never be freed otherwise.
         for held in self._scheduler.abandon():
@@ -250,8 +232,6 @@ class Pipeline(Listener):
         """Record that the worker has begun the epoch. See `Listener`."""
         if error is not None:  # of an asynchronous dataset it may come with the first task
             self._start_errors[worker] = error
-        if self._count is not None:
-            self._count.started()
         if worker not in self._unbegun:
             return  # a replacement: it begins behind answers that are not delivered yet
         if cursors and self._resume_points is not None:
@@ -290,8 +270,6 @@ class Pipeline(Listener):
             self._fail(error)
         if self._assigner is not None and not store_failed:
             self._send_assignments(self._assigner.answered(worker))
-        if self._count is not None:
-            self._count.answered(worker)
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
@@ -351,8 +329,6 @@ class Pipeline(Listener):
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         obstacle = obstacle or self._pool.obstacle()
         self._handle(Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost))
-        if self._count is not None:
-            self._count.answered(worker)
 
     def on_failure(self, error: Exception) -> None:
         """Pass the pool's failure to the scheduler. See `Listener`."""
@@ -377,11 +353,8 @@ class Pipeline(Listener):
             _log.log(logging.INFO if left else logging.WARNING, "worker %d (%s) is replaced: %s", worker, who, reason)
         self._respawner.request(Request(worker, start, rng_state, self._pool.epoch))
 
-    def _on_made(self, made: WorkerHandle | Exception, request: Request) -> None:
-        """Take a replacement or a further worker, or the error that prevented it."""
-        if request.joins and self._count is not None:  # which has made the request
-            self._count.made(made, request)
-            return
+    def _on_made(self, made: WorkerHandle | Exception) -> None:
+        """Take a replacement, or the error that prevented it."""
         try:
             if isinstance(made, Exception):
                 raise made
@@ -393,8 +366,6 @@ class Pipeline(Listener):
             if (trace := self._statistics.trace) is not None:
                 trace.event("worker replaced", made.worker_id, place=made.place)
             self._handle(Replaced(made.worker_id))
-            if self._count is not None:
-                self._count.answered(made.worker_id)  # its tasks may have gone to others
         else:  # Ctrl-C right after it was made caused it to be made a second time
             self._respawner.discard_soon(made)
 

@@ -93,7 +93,7 @@ def worker_setup(
         drop_last=config.drop_last,
         base_seed=base_seed,
         worker_init_fn=init,
-        num_workers=config.loader_streams or config.most_workers,
+        num_workers=config.loader_streams or config.num_workers,
         concurrency=config.concurrency,
         starts=starts,
         snapshot_every=config.dataset_snapshot_every,
@@ -147,12 +147,7 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
         kept: the loader's page-locked rings between epochs.
         statistics: the loader's counters.
     """
-    kind = WorkerPool
-    if config.tunes:
-        from asyncloader.workers.growing_pool import GrowingPool  # late: few loaders change their number
-
-        kind = GrowingPool
-    return kind(
+    return WorkerPool(
         _worker_source(config),
         setup,
         config.credits,
@@ -170,7 +165,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
     if config.workers is None:
         return LocalWorkers(
             worker_context(config),
-            replaces=config.max_restarts > 0 or config.worker_memory_limit is not None or config.tunes,
+            replaces=config.max_restarts > 0 or config.worker_memory_limit is not None,
             # The user did not choose the fork server: see `worker_context`.
             passes_environ=config.planned and config.multiprocessing_context is None,
         )

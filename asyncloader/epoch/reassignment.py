@@ -86,13 +86,6 @@ class Reassignment:
         self.struck: Sequence[int] = ()
         """The suspects of the last death."""
 
-    def add_worker(self) -> None:
-        """There is one worker more, with the next number."""
-        self._restarts.append(0)
-        self._down.append(False)
-        self._alone.append(None)
-        self._waiting.append(deque())
-
     # -------------------------------------------------------------------------------------------- deaths
 
     def died(self, event: Died, lost: Sequence[int]) -> list[int]:

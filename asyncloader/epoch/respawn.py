@@ -1,4 +1,4 @@
-"""Starts replacements for workers that died, and further workers, in a thread where a process may be started.
+"""Starts replacements for workers that died, in a thread where a process may be started.
 
 Data path: pipeline -> [respawn] -> pool.
 
@@ -30,19 +30,16 @@ class Request(NamedTuple):
         start: where the replacement begins.
         rng_state: the RNG state of its predecessor, if that could send it; else empty.
         attachment: the pool's number of this epoch.
-        joins: it replaces none: there will be one worker more.
     """
 
     worker: int
     start: EpochStart
     rng_state: bytes
     attachment: int
-    joins: bool = False
 
     def setup(self, common: WorkerSetup) -> WorkerSetup:
         """The worker's setup, from that of the pool."""
         starts = list(common.starts)
-        starts += [self.start] * (self.worker + 1 - len(starts))
         starts[self.worker] = self.start
         return common._replace(starts=starts, attachment=self.attachment, rng_state=self.rng_state)
 
@@ -63,14 +60,12 @@ class WorkerRespawner:
         self._setup = setup
         self._wake = wake
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._done: Callable[[WorkerHandle | Exception, Request], None] | None = None
+        self._done: Callable[[WorkerHandle | Exception], None] | None = None
         self.requests: deque[Request] = deque()
         """Pending requests, for the iterating thread."""
 
-    def attach(self, done: Callable[[WorkerHandle | Exception, Request], None]) -> None:
-        """Set the callback for new processes and errors, each with its request. It runs in the loop's thread, where
-        this is called, too.
-        """
+    def attach(self, done: Callable[[WorkerHandle | Exception], None]) -> None:
+        """Set the callback for new processes and errors. It runs in the loop's thread, where this is called, too."""
         self._loop, self._done = asyncio.get_running_loop(), done
 
     def request(self, request: Request) -> None:
@@ -109,16 +104,16 @@ class WorkerRespawner:
         loop = self._loop
         assert loop is not None  # requests come after `attach`
         try:
-            loop.call_soon_threadsafe(self._give, made, request)
+            loop.call_soon_threadsafe(self._give, made)
         except RuntimeError:  # the loop is closed
             self._discard(made)
 
-    def _give(self, made: WorkerHandle | Exception, request: Request) -> None:
+    def _give(self, made: WorkerHandle | Exception) -> None:
         if self._done is None:
             # `close` came while the process was made. Not `_discard`, which may hold up the loop for seconds.
             self.discard_soon(made)
         else:
-            self._done(made, request)
+            self._done(made)
 
     def discard_soon(self, made: WorkerHandle | Exception) -> None:
         """Discard a process that is not needed, in a thread that waits for its end."""

@@ -45,14 +45,6 @@ class ResumePoints:
         self._made = [False] * len(starts)  # whether a batch came
         self._cursors: list[PackedCursor | None] = [None] * len(starts)
 
-    def add_worker(self, start: EpochStart) -> None:
-        """There is one worker more, with the next number, which begins so."""
-        self._starts.append(start)
-        self._answered.append(0)
-        self._errors.append(0)
-        self._made.append(False)
-        self._cursors.append(None)
-
     def began(self, worker: int, cursors: Sequence[PackedCursor | None]) -> list[tuple[int, PackedCursor]]:
         """Record the cursors with which a worker's copies of the dataset began. Returns those that there are, with the
         copies' numbers.

@@ -58,8 +58,7 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         cpus=usable_cpus(),
         cpu_limit=cpu_limit(),
         others_cpu=statistics.others_cpu(),
-        # The number now, also where the epoch began with another.
-        workers=config.auto.number if config.auto is not None and config.tunes else config.num_workers,
+        workers=config.num_workers,
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",
         in_threads=in_threads,
@@ -71,7 +70,7 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         threads=config.fetch_threads,
         decode_threads=config.decode_threads if config.concurrent and config.decode is not None else 0,
         concurrency=config.concurrency,
-        tried={} if config.auto is None else {"num_workers": config.auto.found},
+        tried={} if config.auto is None else {"num_workers": (config.auto.number, 1.0)},
         slow=statistics.slow_samples(),
         in_order=config.in_order,
         memory_limit=config.worker_memory_limit,

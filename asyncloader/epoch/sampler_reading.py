@@ -8,11 +8,11 @@ next call asks the sampler again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
-from asyncloader.events import ENDED, NOTHING, Deliver, MoreOffers
+from asyncloader.events import ENDED, NOTHING, Deliver
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 
@@ -65,7 +65,7 @@ class SamplerReading:
             self.stalled, self._sampler_error = True, error
         return offers
 
-    def go_on(self, offer: Callable[[int, Any], None]) -> None:
+    def go_on(self, offer: Callable[[int, Sequence[Any]], None]) -> None:
         """While `stalled`, before an item is waited for: ask the sampler again, once the user has its error.
 
         Args:
@@ -83,14 +83,14 @@ class SamplerReading:
             finally:
                 del error  # its traceback refers to this frame
         try:
-            self._pull_more(0)
+            self._pull_more()
         except Exception as raised:
             if not self._extra:
                 raise
             self._sampler_error = raised
         self._reads = bool(self._extra)
         # Again after Ctrl-C between these lines, which the pipeline ignores.
-        offer(self._rounds, MoreOffers(self._extra or (ENDED,)))
+        offer(self._rounds, self._extra or (ENDED,))
         self.stalled, self._extra, self._rounds = self._sampler_error is not None, (), self._rounds + 1
 
     def _pull(self, left: int) -> Any:
@@ -110,8 +110,6 @@ class SamplerReading:
         offer, left, raised = NOTHING, self._tasks - self._taken - 1, self._sampler_error
         if self._reads and not self.stalled:
             try:
-                if self._short:
-                    self._pull_more(left)
                 offer = self._pull(left)
             except Exception as error:
                 raised = error
@@ -126,15 +124,12 @@ class SamplerReading:
         delivery.offer, delivery.reached = offer, PULLED
         raised = None  # its traceback refers to this frame
 
-    def _pull_more(self, left: int) -> None:
-        """Take the indices that further workers need, before that which follows from the delivery."""
+    def _pull_more(self) -> None:
+        """Take the indices that were not taken because of the error."""
         while self._short:
-            offer = self._pull(left)
-            if offer is NOTHING or offer is ENDED:
+            offer = self._pull(0)
+            if offer is ENDED:
                 self._short = 0
                 return
             # No calls from here on: after Ctrl-C each index must be either counted and kept, or taken again.
             self._extra, self._tasks, self._short = (*self._extra, offer), self._tasks + 1, self._short - 1
-
-    def _with_extra(self, offer: Any) -> MoreOffers:
-        return MoreOffers(self._extra if offer is NOTHING else (*self._extra, offer))

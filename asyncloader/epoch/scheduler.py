@@ -21,7 +21,6 @@ Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reord
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
   restarts left the epoch ends with `Fail`.
-* Where any worker may make any batch their number may change (`Joined`, `Excused`): the first ones get tasks.
 * A task at which a store failed is outstanding still, and no batch takes its place. The consumer gets the error
   (`StoreFailed`); when it comes again, all such tasks are assigned once more, under the same numbers (`again`).
 """
@@ -44,11 +43,9 @@ from asyncloader.events import (
     Delivered,
     Died,
     Event,
-    Excused,
     Exhausted,
     Fail,
     Finish,
-    Joined,
     Offered,
     Poisoned,
     Pull,
@@ -208,11 +205,6 @@ class Scheduler(StoreFailures):
         if isinstance(event, Replaced):
             self._recovery.up(event.worker)
             return self._send_waiting(event.worker)
-        if isinstance(event, Joined):
-            return self._joined(event.worker, gone=event.gone)
-        if isinstance(event, Excused):
-            self._active[event.worker], self.workers = False, event.worker
-            return []
         return self._fail(event.error)
 
     def abandon(self) -> list[Deliver]:
@@ -226,25 +218,6 @@ class Scheduler(StoreFailures):
             return self._pull(count)
         self._stream_tasks.begin(self.credits)
         return [action for _ in range(count) for action in self.offered(None)]
-
-    def _joined(self, worker: int, *, gone: bool) -> list[Action]:
-        if worker == len(self._active):
-            self._active.append(True)
-            self._load.append(0)
-            self._unanswered.append(0)  # the list that `_choice` reads
-            self._recovery.add_worker()
-        self.workers += 1
-        # Never lowered: tasks that were given out while there were more workers still count.
-        self._most = max(self._most, self._most_credits * self.workers + self._share - self._most_credits)
-        self._active[worker] = not (gone and self._offers_ended)
-        if not self._active[worker]:
-            return []  # no task is left for a replacement
-        if gone:
-            self._recovery.down(worker)
-        if self._choice is not None:
-            self._choice.enter(worker)
-        # With round robin the next delivery makes room for more indices.
-        return [*([Replace(worker)] if gone else []), *self._pull_ahead()]
 
     def offered(self, index: Any) -> list[Action]:
         """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""

@@ -97,8 +97,6 @@ class StoreFailures:
 
     def _assign_failed(self, seq: int) -> list[Action]:
         worker = self._owner[seq]
-        if not self._active[worker]:  # it was excused
-            return self._assign_again(seq, worker)
         if not self._recovery.free(worker):
             self._recovery.wait(worker, seq)
             return []

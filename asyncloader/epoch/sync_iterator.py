@@ -166,8 +166,6 @@ class WorkerIterator(CountedNext):
                     # user's generator may also be the sampler's.
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire()
-            elif self._config.tunes:
-                self._config = self._config.with_workers(len(self._pool.processes))
         self._drop_taken()
         self._ended = None
         self._fresh = True

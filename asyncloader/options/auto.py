@@ -1,13 +1,11 @@
 """Holds the number of workers that a loader chooses by itself, ``num_workers="auto"``, and checks that it may.
 
-Data path: options -> [auto] -> declaration, epoch_config, and the epoch's `EpochTuning`, which changes the number.
+Data path: options -> [auto] -> declaration, epoch_config, and `worker_trial`, which chooses it.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Final, Self
 
@@ -16,8 +14,6 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.cpus import usable_cpus
 from asyncloader.samplers.positions import LoaderDataset
-from asyncloader.telemetry.tuner import MOST_WAITING_WORKERS, WorkerTuner
-from asyncloader.workers.fetch.dataset_kinds import count_streams
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.source import THREADS
 
@@ -27,50 +23,19 @@ _FIRST_WORKERS = 4  # to begin with, if there are CPUs for them
 
 
 class AutoWorkers:
-    """The number of workers that a loader chooses by itself. Each loader has its own; a copy begins anew.
+    """The number of workers that a loader chooses by a trial before its first epoch. Each loader has its own; a copy
+    begins anew.
 
-    The loader's attribute `num_workers` is the number to begin with; in torch mode, after the trial, the chosen number.
+    The loader's attribute `num_workers` is the number to begin with; after the trial, the chosen number.
     """
 
     def __init__(self) -> None:
-        self.tuner = WorkerTuner(first_number())
-        """Its value is this loader's."""
-        self.decisions: deque[str] = deque(maxlen=20)
-        """The newest decisions with their reasons, in words."""
-        self.chosen = False
-        """Whether the number is final: in torch mode, after the trial."""
-        self._driver: weakref.ref[Any] | None = None
-
-    @property
-    def number(self) -> int:
+        self.number = first_number()
         """The number now."""
-        return int(self.tuner.value)
-
-    @property
-    def found(self) -> tuple[int, float]:
-        """The number that was kept last, and the factor by which batches come faster than with the first number; 1: no
-        other number was kept.
-        """
-        return self.tuner.kept, self.tuner.gain
-
-    @property
-    def most_workers(self) -> int:
-        """The most workers that there may ever be."""
-        return max(usable_cpus(), MOST_WAITING_WORKERS, self.number)
-
-    def drive(self, driver: object) -> bool:
-        """Whether this is the object that changes the number: the first that asks, for as long as it lives. Several
-        iterators of a loader would measure one another.
-        """
-        now = None if self._driver is None else self._driver()
-        if now is None:
-            self._driver = weakref.ref(driver)
-        return now is None or now is driver
-
-    def release(self, driver: object) -> None:
-        """Let another object change the number."""
-        if self._driver is not None and self._driver() is driver:
-            self._driver = None
+        self.decisions: list[str] = []
+        """The trial's decisions with their reasons, in words."""
+        self.chosen = False
+        """Whether the trial has been."""
 
     def __reduce__(self) -> tuple[type[Self], tuple[()]]:
         return type(self), ()
@@ -148,22 +113,17 @@ def makes_threads(context: Any) -> bool:
 
 
 def _against_choice(options: Mapping[str, Any], iterable: bool) -> str:
-    seeded, why = options["seed"] is not None, ""
-    if iterable:
-        why = "each worker of a stream reads its own part, so another number of workers gives other batches"
-        if count_streams(options["dataset"]) is not None:
-            why = "each of the dataset's streams stays with one worker while an epoch runs"
-        if isinstance(options["dataset"], LoaderDataset):
-            why += "; with seed= and streams= on the dataset it does not"
-    elif is_stateful(options["dataset"]):
-        why = "the dataset has a state of its own (state_dict), of which each worker has a copy"
-    elif not seeded and options["workers"] == THREADS:
-        why = "a trial in threads would draw from this process's random numbers; with seed= no trial is needed"
-    elif not seeded and _size_of_batches(options) is None:
-        why = "without seed= a trial reads batches, whose size a batch_sampler of another class does not say"
-    elif not seeded and not hasattr(options["dataset"], "__len__"):
-        why = "without seed= a trial reads samples of the dataset, whose length is unknown"
-    return why
+    if iterable or isinstance(options["dataset"], LoaderDataset):
+        return "a stream is read by the workers in parts, of which a trial can read no others"
+    if is_stateful(options["dataset"]):
+        return "the dataset has a state of its own (state_dict), of which each worker has a copy"
+    if options["workers"] == THREADS:
+        return "a trial in threads would draw from this process's random numbers"
+    if _size_of_batches(options) is None:
+        return "a trial reads batches, whose size a batch_sampler of another class does not say"
+    if not hasattr(options["dataset"], "__len__"):
+        return "a trial reads samples of the dataset, whose length is unknown"
+    return ""
 
 
 def _size_of_batches(options: Mapping[str, Any]) -> int | None:

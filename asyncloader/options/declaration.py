@@ -115,9 +115,8 @@ class LoaderOptions(Generic[T_co, B_co]):
             batch_sampler: An iterable of lists of indices, also an async one; excludes `batch_size`, `shuffle`,
                 `sampler` and `drop_last`.
             num_workers: Worker processes, or threads; `0`: fetch in the main process; `"auto"`: the loader chooses.
-                With `seed` the number changes while the epochs run, where that gains; without, a trial of some seconds
-                before the first epoch finds it. CPUs and the control group's memory bound it. Refused where the batches
-                depend on the number.
+                A trial of some seconds before the first epoch finds the number; CPUs and the control group's memory
+                bound it. Refused for streams, and in an `AsyncDataLoader`.
             collate_fn: A function from a list of samples to a batch; `None`: stack them straight into the ring.
             pin_memory: Copy tensors to page-locked memory; without CUDA a warning and plain memory. Not needed with
                 `device="cuda"`.

@@ -30,7 +30,7 @@ from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.sizes import optional_size
-from asyncloader.telemetry.tuner import CONCURRENCY
+from asyncloader.telemetry.run_figures import CONCURRENCY
 from asyncloader.workers.fetch.dataset_kinds import (
     MessagedDataset,
     assigns_shards,
@@ -110,14 +110,12 @@ class EpochConfig:
 
     num_workers: int
     """Workers at the beginning of the epoch."""
-    most_workers: int
     """Workers that there may be in the epoch."""
     loader_streams: int | None
     """Streams that an iterable dataset says that it has, of which each worker serves some, or which are read without
     workers; None: each worker reads a copy."""
     auto: AutoWorkers | None
     """The loader's own choice of the number; None: the user gave it."""
-    tunes: bool
     """Whether the number changes while the epoch runs."""
     prefetch_factor: int | None
     least_credits: int
@@ -192,9 +190,7 @@ class EpochConfig:
         sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
         every = ours.snapshot_every_n_steps or 0
         auto = choice_of(loader)
-        # In torch mode the worker that makes a batch is part of its random numbers.
-        tunes = auto is not None and seeded
-        number = loader.num_workers if auto is None else auto.number
+        number = loader.num_workers
         streams = count_streams(dataset) if iterable else None
         if streams is not None:
             number = min(number, streams)  # a further worker would have none to serve
@@ -213,10 +209,8 @@ class EpochConfig:
             "planned": assigned or positions is not None,
             "lane_of": None if positions is None else positions.lane_of,
             "num_workers": number,
-            "most_workers": auto.most_workers if auto is not None and tunes else number,
             "loader_streams": streams,
             "auto": auto,
-            "tunes": tunes,
             "concurrent": concurrent,
             "concurrency": in_flight,
             "stateful": stateful,
@@ -253,14 +247,6 @@ class EpochConfig:
         vars(config).update(zip(names, values(ours), strict=True))
         vars(config).update(zip(torchs, torchs_values(loader), strict=True))
         vars(config).update(resolved)
-        return config
-
-    def with_workers(self, number: int) -> Self:
-        """The same options with another number of workers, which live on from an epoch before."""
-        if number == self.num_workers:
-            return self
-        config = type(self)()
-        vars(config).update(vars(self), num_workers=number)
         return config
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from asyncloader.telemetry.counters import stage_times
-from asyncloader.telemetry.run_figures import BATCH_COST_S, Run
+from asyncloader.telemetry.run_figures import BATCH_COST_S, CONCURRENCY, MOST_WAITING_WORKERS, Run
 from asyncloader.telemetry.slow_samples import in_words, slowest
-from asyncloader.telemetry.tuner import CONCURRENCY, MOST_WAITING_WORKERS
 
 _MOST = 3
 _MOST_IN_FLIGHT = 1024

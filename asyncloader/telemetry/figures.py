@@ -60,9 +60,7 @@ class LoaderFigures:
         "that each worker may have outstanding, as large as batches are; without workers: this process, with an async "
         "dataset or `concurrency`",
     )
-    num_workers: int = _counted(
-        "now", "workers", 'that make batches, at present: with `num_workers="auto"` it changes; without workers 0'
-    )
+    num_workers: int = _counted("now", "workers", "that make batches; without workers 0")
     time_to_first_batch_s: float = _counted("now", "s", "from `iter()` to the first batch of the latest epoch")
     startup_s: float = _counted("total", "s", "to the first batch, of all epochs that had to start workers")
     worker_busy_frac = Figure("derived", "0 to 1", "the share of their time that the workers spent on samples")

@@ -11,6 +11,12 @@ from dataclasses import dataclass, field
 from asyncloader.telemetry.counters import Stage, StageTimes, stage_times, total
 from asyncloader.telemetry.slow_samples import NO_SAMPLES, SlowFigures
 
+MOST_WAITING_WORKERS = 64
+"""Workers that may be tried, whatever the number of CPUs, where samples may wait. Memory may allow fewer processes."""
+
+CONCURRENCY = 256
+"""Samples that a copy of the dataset awaits at a time, unless the user says otherwise."""
+
 BATCH_COST_S = 300e-6
 """Cost of a worker's batch in both processes, besides its samples."""
 

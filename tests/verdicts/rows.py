@@ -40,9 +40,6 @@ TORCH, SEEDED = "torch", "seeded"
 SEEDS = {TORCH: None, SEEDED: 1}
 """The loader's `seed` in each mode."""
 
-LADDER = (1, 4, 16, 64)
-"""The fixed numbers of workers that are measured beside "auto", and beside the number that it begins with."""
-
 
 @dataclass(frozen=True)
 class Row:
@@ -57,8 +54,6 @@ class Row:
         consume: called with each batch.
         beside: a context around the run.
         modes: those that may differ, or that can be.
-        auto: whether the number of workers is also given as "auto".
-        ladder: the fixed numbers beside "auto"; None: `LADDER`.
         starts: whether the starts of workers are part of the rate.
     """
 
@@ -71,8 +66,6 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     beside: Callable[[], AbstractContextManager[Any]] = nullcontext[None]
     modes: tuple[str, ...] = (TORCH,)
-    auto: bool = False
-    ladder: tuple[int, ...] | None = None
     starts: bool = False
 
 
@@ -91,14 +84,14 @@ _SLOW_SAMPLER = {"sampler": SlowSampler(800_000, 0.002)}
 
 ROWS = (
     # Samples that wait.
-    Row("slow storage", "fetch", _planted(waits=0.004), 8, 2, modes=_BOTH, auto=True),
+    Row("slow storage", "fetch", _planted(waits=0.004), 8, 2, modes=_BOTH),
     Row("slow storage, no workers", "fetch", _planted(waits=0.004), 8, 0),
     Row("1 sample of 256 takes 0.1 s, others 2 ms", "fetch", _planted(waits=0.002, slow=256, times=50.0), 8, 2,
-        modes=_BOTH, auto=True),
+        modes=_BOTH),
     Row("1 sample of 64 takes 30 ms, others 1.5 ms, 1 batch ahead", "fetch",
         _planted(waits=0.0015, slow=64, times=20.0), 4, 4, options={"prefetch_factor": 1}, modes=_BOTH),
     Row("one lock that all workers wait for", "fetch", _planted(Locked, waits=0.004), 8, 2, modes=_BOTH,
-        auto=True),
+        ),
     Row("one lock, one worker", "fetch", _planted(Locked, waits=0.004), 8, 1, modes=_BOTH),
     Row("an async dataset with 16 samples in flight", "fetch", _planted(AsyncPlanted, waits=0.02), 16, 1,
         options={"concurrency": 16}),
@@ -113,7 +106,7 @@ ROWS = (
     Row("streams=2, decode waits 30 ms", "fetch", _shards(streams=2), 8, 2, options={"decode": sleeps(0.03)},
         beside=partial(shards, *[1000] * 8), modes=_SEEDED),
     Row("streams=6, decode waits 10 ms", "fetch", _shards(streams=6), 8, 2, options={"decode": sleeps(0.01)},
-        beside=partial(shards, *[6000] * 24), modes=_SEEDED, auto=True),
+        beside=partial(shards, *[6000] * 24), modes=_SEEDED),
     Row("2 shards for 4 workers", "shards", _shards(), 8, 4, options={"decode": sleeps(0.002)},
         beside=partial(shards, 20_000, 20_000)),
     Row("1 huge shard and 7 small ones", "shards or slow worker or fetch", _shards(), 8, 4,
@@ -123,7 +116,7 @@ ROWS = (
     Row("one slow worker", "slow worker", _planted(Unequal, waits=0.002, times={1: 8}), 4, 3),
     Row("states that take long to save", "snapshots", _planted(Remembering, size=20_000), 8, 2, sleeps(0.001)),
     # Samples that compute.
-    Row("computing, 2 workers", "compute or cpus", _planted(computes=0.003), 8, 2, modes=_BOTH, auto=True),
+    Row("computing, 2 workers", "compute or cpus", _planted(computes=0.003), 8, 2, modes=_BOTH),
     Row("computing, no workers", "compute", _planted(computes=0.003), 8, 0, sleeps(0.02)),
     Row("waiting and computing, one worker", "fetch or compute", _planted(waits=0.002, computes=0.001), 8, 1,
         sleeps(0.01), modes=_BOTH),
@@ -148,13 +141,13 @@ ROWS = (
     Row("workers near their memory limit", "memory", _planted(Leaking, waits=0.001), 4, 2, options=_SMALL_MEMORY,
         modes=_SEEDED),
     # The main process.
-    Row("a slow consumer", "consumer", _planted(waits=0.0005), 8, 2, sleeps(0.02), modes=_SEEDED, auto=True),
+    Row("a slow consumer", "consumer", _planted(waits=0.0005), 8, 2, sleeps(0.02), modes=_SEEDED),
     Row("a training step of 4 ms", "consumer", _planted(waits=0.0002), 8, 2, sleeps(0.004), modes=_BOTH,
-        auto=True),
+        ),
     Row("batches copied to a device", "consumer", _planted(nbytes=1 << 18), 8, 2, transfers),
     Row("a consumer that pauses", "consumer or fetch", _planted(waits=0.0025), 8, 4, Pauses(), modes=_SEEDED),
     Row("a sampler that is slow", "sampler", _planted(waits=0.0005), 8, 2, options=_SLOW_SAMPLER, modes=_SEEDED,
-        auto=True),
+        ),
     Row("a trainer that holds the GIL", "consumer process", _planted(waits=0.0002), 8, 2, beside=holding,
         modes=_BOTH),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""num_workers="auto": where it is refused, what a loader shows of it, and the trial in torch mode."""
+"""num_workers="auto": where it is refused, what a loader shows of it, and the trial."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pickle
 import random
 import resource
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,13 +18,9 @@ from torch.utils.data import IterableDataset
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
 from asyncloader.cpus import usable_cpus
 from asyncloader.dataloader2 import MultiProcessingReadingService
-from asyncloader.epoch.worker_count import WorkerCount
-from asyncloader.options.auto import AutoWorkers, first_number
-from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.telemetry.tuner import Decision, Measured, WorkerTuner
+from asyncloader.options.auto import choice_of, first_number
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows
-from tests.integration.auto_workers.test_changing_workers import choice, planned
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -72,18 +68,22 @@ class Broken(Rows):
         raise RuntimeError(f"sample {index} is broken")
 
 
+def choice(loader: Any) -> Any:
+    """The loader's choice of the number."""
+    return choice_of(getattr(loader, "_asyncloader_spec", loader))
+
+
 @pytest.mark.parametrize(
     ("dataset", "options", "reason"),
     [
-        (Stream(), {"seed": 1}, "another number of workers gives other batches"),
-        (Stream(), {}, "another number of workers gives other batches"),
-        (RemoteIterableDataset("/nowhere/"), {"seed": 1}, "with seed= and streams= on the dataset it does not"),
+        (Stream(), {"seed": 1}, "a stream is read by the workers in parts"),
+        (RemoteIterableDataset("/nowhere/", streams=2), {"seed": 1}, "a stream is read by the workers in parts"),
         (WithState(4), {"seed": 1}, "each worker has a copy"),
-        (Rows(4), {"workers": "threads"}, "with seed= no trial is needed"),
+        (Rows(4), {"workers": "threads"}, "draw from this process's random numbers"),
         (Unsized(), {"sampler": [0, 1]}, "whose length is unknown"),
         (Rows(4), {"batch_sampler": [[0], [1]]}, "batch_sampler of another class"),
     ],
-    ids=["stream", "torch stream", "shards", "state", "threads", "unsized", "batch sampler"],
+    ids=["stream", "shards", "state", "threads", "unsized", "batch sampler"],
 )
 def test_refusals(dataset: Any, options: dict[str, Any], reason: str) -> None:
     """At construction, with the reason and what to do."""
@@ -93,8 +93,8 @@ def test_refusals(dataset: Any, options: dict[str, Any], reason: str) -> None:
 
 
 def test_refusals_of_others() -> None:
-    """An async loader in torch mode, workers that are torch's own, a service, a reading service, another text."""
-    with pytest.raises(ValueError, match="needs seed= in an AsyncDataLoader"):
+    """An async loader, workers that are torch's own, a service, a reading service, another text."""
+    with pytest.raises(ValueError, match="the event loop of an AsyncDataLoader"):
         AsyncDataLoader(Rows(4), num_workers="auto")
     with pytest.raises(ValueError, match="the service's"):
         DataLoader(rows(4), num_workers="auto", seed=1, workers="tcp://127.0.0.1:1")
@@ -112,7 +112,6 @@ def test_the_attribute() -> None:
         assert choice(other) not in (None, choice(loader))
     assert loader.clone(num_workers=0).num_workers == 0
     assert choice(loader.clone(num_workers=3)) is None
-    assert choice(AsyncDataLoader.from_torch(loader)) is not None
     assert choice(DataLoader[Any](Rows(64)).clone(num_workers="auto", seed=2)) is not None
     assert_same(loader.batch_at(7), DataLoader[Any](Rows(64), seed=1).batch_at(7))
 
@@ -124,32 +123,54 @@ def test_other_options_are_numbers(name: str) -> None:
         DataLoader(Rows(64), num_workers=1, **{name: "auto"})  # type: ignore[arg-type]
 
 
-def test_worker_info_has_the_most_workers_that_there_may_be() -> None:
-    """Every worker's id is below that number, which never changes."""
-    with DataLoader[Any](Rows(64), num_workers="auto", seed=1, collate_fn=_info) as loader:
-        found = set(loader)
-    assert {number for _, number in found} == {choice(loader).most_workers}
-    assert all(worker < number for worker, number in found)
-
-
-def _info(_: Any) -> tuple[int, int]:
-    info = torch.utils.data.get_worker_info()
-    assert info is not None
-    return info.id, info.num_workers
-
-
 def test_open_files_bound_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Workers take no more than half of them; those that there are stay."""
-    loader = DataLoader[Any](Rows(64), num_workers="auto", seed=1)
-    count = WorkerCount(AutoWorkers(), EpochConfig.of(loader))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (140, 4096))
     for there, most in ((2, 10), (12, 12)):
-        count._pool = SimpleNamespace(processes=[None] * there)  # type: ignore[assignment]
-        assert count.room(waits=False) == (most, "half of the open files of a process (ulimit -n): 70")
+        worker = SimpleNamespace(pid=0)
+        batches = SimpleNamespace(_workers=[worker] * there, _config=SimpleNamespace(concurrent=False))
+        assert worker_trial._room(batches) == (most, "half of the open files of a process (ulimit -n): 70")
+
+
+def test_memory_bounds_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers take half of what is free without them, by the largest of the first."""
+    monkeypatch.setattr(worker_trial, "memory_limit", lambda: (100 << 20, "here"))
+    monkeypatch.setattr(worker_trial, "private_bytes", lambda pid: pid << 20)
+    batches = SimpleNamespace(
+        _workers=[SimpleNamespace(pid=8), SimpleNamespace(pid=10)], _config=SimpleNamespace(concurrent=False)
+    )
+    most, limit = worker_trial._room(batches)
+    assert most == 6
+    assert "100 MiB" in limit
+
+
+@pytest.mark.parametrize(
+    ("rates", "most", "chosen"), [((10, 18, 30, 31), 64, 16), ((10, 11), 64, 4), ((10, 19, 40), 6, 6), ((0,), 64, 4)]
+)
+def test_it_doubles_as_long_as_that_is_worth_it(
+    rates: tuple[int, ...], most: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the room that there is; and no further than a number that is not clearly faster."""
+    given = iter(rates)
+    tried: list[int] = []
+
+    def rate(_: Any, workers: int, __: float) -> tuple[float, int, str]:
+        tried.append(workers)
+        return next(given), most, "the CPUs"
+
+    monkeypatch.setattr(worker_trial, "_rate", rate)
+    monkeypatch.setattr("asyncloader.options.auto.usable_cpus", lambda: 8)
+    with DataLoader[Any](Rows(8), num_workers="auto", seed=1) as loader:
+        assert len(list(loader)) == 8
+        assert loader.num_workers == choice(loader).number == chosen
+        assert loader.stats()["data/num_workers"] == chosen
+        before = len(tried)
+        assert len(list(loader)) == 8
+        assert len(tried) == before  # one trial
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_torch_mode(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batches_are_those_of_the_number(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a trial the batches of two epochs, and all generators, are those of a loader with the chosen number."""
     monkeypatch.setattr(worker_trial, "_READING_S", 0.0)
 
@@ -173,29 +194,14 @@ def test_torch_mode(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(states, expected_states)
 
 
-class Undecided(WorkerTuner):
-    """Tries one worker more, and never decides on it."""
-
-    tried: ClassVar[list[int]] = []
-
-    @property
-    def window(self) -> tuple[float, int]:
-        return 0.0, 1
-
-    def observe(self, window: Measured) -> Decision | None:
-        self.tried.append(self.value + 1)
-        return None if self.tries else self._start(self.value + 1, "it is planned")
-
-
-def test_a_trial_whose_time_is_over(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The number that it was trying is not chosen. The log says at its start what the first batch waits for."""
+def test_a_trial(caplog: pytest.LogCaptureFixture) -> None:
+    """It measures workers of its own; the log says at its start what the first batch waits for."""
     caplog.set_level(logging.INFO, "asyncloader")
-    monkeypatch.setattr(worker_trial, "WorkerTuner", Undecided)
-    monkeypatch.setattr(worker_trial, "perf_counter", lambda: 1e9 if Undecided.tried else 1.0)
-    with DataLoader[Any](Rows(8), num_workers="auto") as loader:
+    with DataLoader[Any](Rows(8), num_workers="auto", multiprocessing_context="fork") as loader:
         assert len(list(loader)) == 8
-        assert loader.num_workers == first_number() == Undecided.tried[0] - 1
+        assert loader.num_workers >= first_number()
     assert "on random samples, 3 s at most, before the first epoch" in caplog.messages[0]
+    assert "samples/s instead of" in loader.explain() or "the trial's time was over" in loader.explain()
 
 
 def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,19 +215,6 @@ def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert "the trial failed with RuntimeError" in caplog.text
 
 
-def test_a_dataset_that_has_changed() -> None:
-    """Forked workers cannot be added to: they would have another dataset. The loader keeps those that it has."""
-    dataset = Rows(400)
-    options: Any = {"batch_size": 2, "seed": 1, "multiprocessing_context": "fork"}
-    with planned(DataLoader[Any](dataset, num_workers="auto", **options), 1, 4) as loader:
-        batches = iter(loader)
-        next(batches)
-        dataset.length = 401
-        assert len(list(batches)) == 199
-        assert loader.stats()["data/num_workers"] == 1.0
-        assert "No new worker was forked, because" in loader.explain()
-
-
 def test_a_number_that_is_left_to_the_loader_later() -> None:
     """`num_workers` may be set until an iterator is made, as torch's may; the same is refused as at construction."""
     loader: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1)
@@ -233,15 +226,12 @@ def test_a_number_that_is_left_to_the_loader_later() -> None:
     loader.num_workers = 2
     assert choice(loader) is None
     stream: Any = DataLoader[Any](Stream(), seed=1)
-    with pytest.raises(ValueError, match="another number of workers gives other batches"):
+    with pytest.raises(ValueError, match="a stream is read by the workers in parts"):
         stream.num_workers = "auto"
     assert stream.num_workers == 0
     awaited: Any = AsyncDataLoader[Any](Rows(4))
-    with pytest.raises(ValueError, match="needs seed= in an AsyncDataLoader"):
+    with pytest.raises(ValueError, match="the event loop of an AsyncDataLoader"):
         awaited.num_workers = "auto"
-    awaited = AsyncDataLoader[Any](Rows(4), seed=1)
-    awaited.num_workers = "auto"
-    assert awaited.num_workers == first_number()
 
 
 def test_an_empty_dataset(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,16 +12,10 @@ from asyncloader.events import (
     Deliver,
     Delivered,
     Died,
-    Event,
-    Excused,
     Exhausted,
     Fail,
-    Joined,
     Offered,
     Pull,
-    Replace,
-    Replaced,
-    SamplerEnded,
     Started,
     Task,
 )
@@ -185,49 +179,3 @@ def test_answer_that_nobody_waits_for_is_refused() -> None:
     s.handle(Completed(0, 0, "A"))
     with pytest.raises(ValueError, match="task 0 was answered but not outstanding"):
         s.handle(Completed(0, 0, "A"))
-
-
-def test_the_number_of_workers_changes() -> None:
-    """A worker that joins brings its credits; one that is excused gets no task, and is made up for by the others."""
-    scheduler = Scheduler(workers=1, credits=2, assignment="least_loaded")
-    assert scheduler.handle(Started()) == [Pull(2)]
-    assert [scheduler.offered(index)[0].worker for index in "ab"] == [0, 0]  # type: ignore[union-attr]
-    assert scheduler.handle(Joined(1)) == [Pull(2)]
-    assert [scheduler.offered(index)[0].worker for index in "cd"] == [1, 1]  # type: ignore[union-attr]
-    assert scheduler.handle(Excused(1)) == []
-    assert scheduler.completed(1, 2, "c") == []  # held back
-    assert [action for seq in (0, 1) for action in scheduler.completed(0, seq, seq) if isinstance(action, Pull)] == []
-    assert scheduler.delivered(0) == []  # there are more tasks than credits now
-    assert scheduler.delivered(1) == []
-    assert scheduler.delivered(2) == [Pull(1)]
-    assert scheduler.offered("e")[0].worker == 0  # type: ignore[union-attr]
-    assert scheduler.handle(Joined(1)) == [Pull(2)]
-
-
-def test_an_excused_worker_that_dies_is_replaced_for_its_tasks() -> None:
-    """Its suspect waits for the replacement; what it had besides goes to the others."""
-    scheduler = Scheduler(workers=2, credits=2, assignment="least_loaded", max_restarts=1)
-    scheduler.handle(Started())
-    for index in range(4):
-        scheduler.offered(index)
-    scheduler.handle(Excused(1))
-    actions = scheduler.handle(Died(1, WorkerDied(1, 7, 1)))
-    assert actions == [Replace(1), Assign(0, Task(0, 3, 3))]
-    assert scheduler.replaces(1)
-    assert scheduler.handle(Replaced(1)) == [Assign(1, Task(0, 1, 1), suspect=True)]
-    assert not scheduler.replaces(1)
-    assert scheduler.unanswered(1) == 1
-
-
-def test_an_excused_worker_that_has_ended_is_replaced_when_it_is_needed_again() -> None:
-    """Not at its death, when it had no task. Its tasks wait for the replacement; behind the last index none is made."""
-    scheduler = Scheduler(workers=2, credits=1, assignment="least_loaded", max_restarts=2)
-    scheduler.handle(Started())
-    for event in (Excused(1), Died(1, WorkerDied(1, 7, 1))):
-        assert scheduler.handle(event) == []
-    assert scheduler.handle(Joined(1, gone=True)) == [Replace(1)]
-    assert [scheduler.offered(index) for index in "ab"] == [[Assign(0, Task(0, 0, "a"))], []]
-    assert scheduler.handle(Replaced(1)) == [Assign(1, Task(0, 1, "b"))]
-    scheduler.completed(1, 1, "b")
-    last: list[Event] = [Excused(1), SamplerEnded(), Died(1, WorkerDied(1, 8, 1)), Joined(1, gone=True)]
-    assert [scheduler.handle(event) for event in last] == [[]] * 4
