@@ -265,12 +265,7 @@ class Agreement:
         if least == most:
             return
         poor, rich = (self._first_rank(self._count == count) for count in (least, most))
-        if self._error:
-            self._over = True
-            raise RanksDisagree(
-                f"rank {poor} has {least} batches in this epoch and rank {rich} has {most} (on_uneven='error'); give "
-                "them equal shares, or use on_uneven='drop'"
-            )
+        self._refuse_uneven(poor, least, rich, str(most))
 
     def _make_earlier_way(self) -> None:
         """End the reductions of earlier epochs. All ranks make the same reductions in the same order: the last ones of
@@ -313,11 +308,15 @@ class Agreement:
             raise RanksDisagree(f"another rank left the epoch before step {self._step}, and this one did not")
         if most == _BATCH:
             ended, goes_on = (self._first_rank(flag == each) for each in (_ENDED, _BATCH))
-            if self._error:
-                raise RanksDisagree(
-                    f"rank {ended} has {self._step} batches in this epoch and rank {goes_on} has more "
-                    "(on_uneven='error'); give them equal shares, or use on_uneven='drop'"
-                )
+            self._refuse_uneven(ended, self._step, goes_on, "more")
+
+    def _refuse_uneven(self, poor: int, least: int, rich: int, most: str) -> None:
+        if self._error:
+            self._over = True
+            raise RanksDisagree(
+                f"rank {poor} has {least} batches in this epoch and rank {rich} has {most} (on_uneven='error'); give "
+                "them equal shares, or use on_uneven='drop'"
+            )
 
     def _compare(self) -> None:
         """Compare what all ranks read. All must call it, also those that do not know it.

@@ -18,9 +18,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from asyncloader.errors import RanksDisagree
 from asyncloader.ranks.agreement import start_thread
 from asyncloader.ranks.process_group import RankGroup
@@ -107,10 +104,6 @@ class RankExchange:
         """Return the data of one rank; those of the others are not used."""
         return await self._call(partial(self._group.share, data, rank))
 
-    async def total(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the sums of all ranks' numbers, of arrays of one length."""
-        return await self._call(partial(self._group.total, numbers))
-
     async def _call(self, function: Callable[[], _T]) -> _T:
         try:
             found: _T = await in_daemon(function)
@@ -160,13 +153,8 @@ def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) ->
     for name, value in json.loads(json.dumps(mine)).items():
         if theirs.get(name) == value:
             continue
-        here, there = value, theirs.get(name)
-        if isinstance(here, list) and isinstance(there, list):  # from the first element that differs on
-            at = next((at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
-            at = min(len(here), len(there)) if at is None else at
-            here, there = here[at : at + 3], there[at : at + 3]
+        here, there = (f"{name}={each!r:.{_SHOWN}}" for each in (value, theirs.get(name)))
         return RanksDisagree(
-            f"rank {rank} has {name}={here!r:.{_SHOWN}} and rank 0 has {name}={there!r:.{_SHOWN}}: give all ranks "
-            "the same dataset and the same options"
+            f"rank {rank} has {here} and rank 0 has {there}: give all ranks the same dataset and the same options"
         )
     return None

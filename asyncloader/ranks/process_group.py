@@ -17,7 +17,6 @@ from datetime import timedelta
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from asyncloader.errors import RanksDisagree
@@ -29,7 +28,7 @@ failure. A rank that dies is noticed at once."""
 _CONNECTING = timedelta(minutes=30)
 """Time in which all ranks begin to read; more, if `init_process_group` was called with a longer timeout. A rank that
 died before is not noticed."""
-_PIECE = 1 << 15  # numbers that `total` reduces at a time
+_PIECE = 1 << 15  # numbers that `share` reduces at a time
 
 MOST_SHARED = 1 << 29
 """Bytes that a rank can give to the others at once."""
@@ -56,9 +55,9 @@ class RankGroup:
         # The tensors of all reductions, kept until the group is destroyed. A gloo thread drops a reduction only after
         # that has returned; with the last reference to the tensor it would need the GIL to free it, and torch 2.6
         # holds the GIL while it waits for gloo's threads to end.
-        self._numbers = [torch.empty(2, dtype=torch.int64, device="cpu")]
+        self._both, self._piece = (torch.empty(size, dtype=torch.int64, device="cpu") for size in (2, _PIECE))
         self._world = weakref.ref(torch.distributed.group.WORLD)
-        self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group, self._numbers))
+        self._finalizer = weakref.finalize(self, _unused.append, (os.getpid(), group, [self._both, self._piece]))
         self._finalizer.atexit = False
         self._broken: str | None = None
         self._lock = threading.Lock()
@@ -87,23 +86,10 @@ class RankGroup:
         Raises:
             RuntimeError: a rank has ended, or the network failed; in this call or in an earlier call.
         """
-        both = self._numbers[0]
+        both = self._both
         both[0], both[1] = number, -number
         self._reduce(both, torch.distributed.ReduceOp.MIN)
         return int(both[0]), -int(both[1])
-
-    def total(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """The sums of all ranks' numbers, of arrays of one length. Blocks, and raises, as `reduce`."""
-        if len(self._numbers) == 1:
-            self._numbers.append(torch.empty(_PIECE, dtype=torch.int64, device="cpu"))
-        found = np.empty_like(numbers)
-        for first in range(0, len(numbers), _PIECE):
-            # One tensor for all pieces: it must outlive the group.
-            given = torch.from_numpy(numbers[first : first + _PIECE])
-            self._numbers[1][: len(given)] = given
-            self._reduce(self._numbers[1], torch.distributed.ReduceOp.SUM)
-            found[first : first + _PIECE] = self._numbers[1][: len(given)].numpy()
-        return found
 
     def share(self, data: bytes, rank: int) -> bytes:
         """The data of one rank; those of the others are not used. Blocks, and raises, as `reduce`.
@@ -119,7 +105,12 @@ class RankGroup:
             )
         words = np.zeros(-(-size // 8), np.int64)
         words.view(np.uint8)[: len(mine)] = np.frombuffer(mine, np.uint8)
-        return self.total(words).tobytes()[:size]
+        for first in range(0, len(words), _PIECE):
+            given = torch.from_numpy(words[first : first + _PIECE])
+            self._piece[: len(given)] = given
+            self._reduce(self._piece, torch.distributed.ReduceOp.SUM)  # of one rank's numbers, and zeros
+            given.copy_(self._piece[: len(given)])
+        return words.tobytes()[:size]
 
     def _reduce(self, numbers: torch.Tensor, operation: Any) -> None:
         if self._broken is None:

@@ -15,17 +15,20 @@ from collections.abc import Callable, Iterator
 from importlib.machinery import PathFinder
 from importlib.util import resolve_name
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 
 def fingerprint(function: Callable[..., Any]) -> str:
-    """Compute the fingerprint of the code that this function is part of: 16 hexadecimal digits."""
+    """Compute the fingerprint of the code that this function is part of: 16 hexadecimal digits.
+
+    Raises:
+        ValueError: the code has no source.
+    """
     module = inspect.unwrap(function).__module__
     name = import_name(module)
     parts = _sources(name, _source_of_module(function, module))
-    if not parts:  # an installation of .pyc files has no source; its bytecode differs between versions of Python
-        parts[""] = f"bytecode of Python {sys.hexversion:x}: {_bytecode(inspect.unwrap(function).__code__)}"
+    if not parts:
+        raise ValueError(f"the module {name} has no source, by which a service compares its definitions")
     whole = hashlib.sha256()
     # Sources, and neither bytecode nor syntax trees: those differ between versions of Python. Lines are joined again
     # because a checkout may convert line endings. Each part is hashed with its length, or parts could run together.
@@ -125,14 +128,3 @@ def _text(spec: Any, module: str) -> str | None:
     except (AttributeError, ImportError, OSError, SyntaxError, UnicodeError):
         return None
     return text if isinstance(text, str) else None
-
-
-def _bytecode(code: CodeType) -> str:
-    return repr((code.co_code, [_constant(each) for each in code.co_consts], code.co_names, code.co_varnames))
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, CodeType):  # a nested function or class, whose `repr` has its address, which differs
-        return _bytecode(value)
-    # The order of a set depends on the hashes of texts, which differ between processes.
-    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)

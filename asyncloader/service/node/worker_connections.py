@@ -6,7 +6,7 @@ The process writes a batch into a ring of the node's, and the node sends it from
 `LocalConnection` instead: loader and process share the loader's ring, and the node only reports how the process ended.
 
 The memory that a loader makes the node hold is bounded: tasks wait in the node until the process may have them, and
-the node stops reading from either side while the queue towards the other side is too long (see `_steer`).
+the node stops reading from either side while the queue to the loader is too long (see `_steer`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ _log = logging.getLogger("asyncloader")
 _PASSED_ON = frozenset((wire.RESET, wire.ASSIGNMENT, wire.STOP))
 _UNANSWERED = 1 << 12  # tasks of one connection, at most: the most credits that a loader may ask for
 # Checked after a message was added: the queue may exceed it by that message, however large.
-# A loader within its credits never waits for this, unless its indices take more than this twice.
-_MOST_QUEUED = 16 << 20  # bytes, in each queue
+_MOST_QUEUED = 16 << 20  # bytes of the queue to the loader, and of the tasks that the process has
+_MOST_WAITING = 256 << 20
+"""Bytes of frames that wait for the process, at most: four of the largest bodies. The connection of a loader that sends
+more is closed: its PINGs and its end are read all the time, so that a process that is stuck keeps neither."""
 _TASK_BYTES = 300  # of memory that a waiting task takes besides its index
-_DEAF_S = 10.0  # without any frame that the process takes from a full queue
 _SILENT_S = 2.0
 """Seconds that a process has to report why a connection ended, or to turn out to be dying."""
 
@@ -90,9 +91,7 @@ class RelayedConnection:
         self._sent = asyncio.Event()
         self._draining = False
         self._traced = False  # whether the loader asks for the spans of its tasks
-        self._reads_link = self._reads_process = True
-        self._deaf: asyncio.TimerHandle | None = None
-        self._queued_when_deaf = 0
+        self._reads = True
         self._silent: asyncio.TimerHandle | None = None
         self._loop.add_reader(link.fileno(), self._on_link)
         self._loop.add_reader(sock.fileno(), self._on_process)
@@ -101,7 +100,7 @@ class RelayedConnection:
 
     def _on_link(self) -> None:
         # `_steer` schedules this call, too, and the connection may have been closed, or the queue be full, since then.
-        if self._link.fileno() < 0 or not self._reads_link:
+        if self._link.fileno() < 0 or not self._reads:
             return
         try:
             # Tasks that came together go to the process in one call, and wake it once. The bytes of a call of `receive`
@@ -110,10 +109,12 @@ class RelayedConnection:
             try:
                 for message in self._link.receive():
                     self._take(message)
-                    if not self._reads_link:
+                    if not self._reads:
                         break  # the link keeps its other messages, until `_steer` reads it again
             finally:
                 self._send_joined()
+            if self._waiting_bytes + self._channel.unsent.memory > _MOST_WAITING:
+                raise ValueError("more waits for its process than a loader of ours sends")
         except Exception as error:
             # Any error, also of our own code, ends the connection. One that goes on, answering PINGs and nothing else,
             # would look alive to its loader, which would wait for the task forever.
@@ -170,7 +171,6 @@ class RelayedConnection:
             # Perhaps this process has no task, and so no answer to come that would give the next task. The memory may
             # be that of the loader's other connections, and only the quota reports when it is free.
             self._quota.wait(self._give_soon)
-        self._steer()
 
     @property
     def in_work(self) -> int:
@@ -211,7 +211,6 @@ class RelayedConnection:
                 self._quota.wait(self._give_soon)  # again: the quota calls each function once
         except Exception as error:
             self._fail(error)
-        self._steer()
 
     def _forget_waiting(self, epoch: int) -> None:
         """Drop waiting tasks of earlier epochs."""
@@ -254,7 +253,6 @@ class RelayedConnection:
         with contextlib.suppress(ConnectionError):  # the process is dying: its pidfd reports that, and `died` is called
             if not self._channel.send(frame, () if fd < 0 else (fd,)):
                 self._loop.add_writer(self._channel.fileno(), self._flush_process)
-                self._steer()
 
     def _flush_process(self) -> None:
         done = True  # also after an error: the loop would report the broken socket as writable without end
@@ -262,47 +260,25 @@ class RelayedConnection:
             done = self._channel.flush()
         if done:
             self._loop.remove_writer(self._channel.fileno())
-        self._steer()
 
     def _steer(self) -> None:
-        """Start or stop reading from the loader and from the process, as the queues allow."""
-        if self._link.fileno() < 0:
-            return
-        # We cannot put a bound on a queue itself: a message that was received is in memory. Instead we stop reading
-        # from the sources. Messages to the loader come from the process, and (PONG) from the loader: a long queue to
-        # it stops both. Frames to the process come from the loader alone: a long queue to it stops only the loader.
-        #
-        # Neither lasts for ever. Messages go as the loader reads; if it does not, that is its own loss. Frames and
-        # waiting tasks go as the process works; for a process that does not, there is the timer below.
+        """Start or stop reading from the loader and from the process, as the queue to the loader allows."""
+        # We cannot put a bound on the queue itself: a message that was received is in memory. Instead we stop reading
+        # from the sources: messages come from the process, and (PONG) from the loader. They go as the loader reads; if
+        # it does not, that is its own loss.
         read = self._link.unsent.memory <= _MOST_QUEUED
-        if read != self._reads_process and self._channel.fileno() >= 0:
-            self._reads_process = read
-            if read:
-                self._loop.add_reader(self._channel.fileno(), self._on_process)
-            else:
-                self._loop.remove_reader(self._channel.fileno())
-        queued = self._channel.unsent.memory + self._waiting_bytes
-        full = self._channel.fileno() >= 0 and queued > _MOST_QUEUED
-        # While the queue is full, the loader's PINGs are not read: an honest loader has left long before `_DEAF_S`, a
-        # loader that hung up would not be noticed, and a KILL may lie unread behind the tasks. So the connection is
-        # closed, but not while the queue gets shorter: the process is only slow then.
-        if self._deaf is not None and (not full or queued < self._queued_when_deaf):
-            self._deaf.cancel()
-            self._deaf = None
-        if full:
-            read = False
-            if self._deaf is None:
-                deaf = ValueError("its process takes nothing from it")
-                self._queued_when_deaf, self._deaf = queued, self._loop.call_later(_DEAF_S, self._fail, deaf)
-        if read == self._reads_link:
+        if read == self._reads or self._link.fileno() < 0:
             return
-        self._reads_link = read
+        self._reads = read
+        ends = [(self._link.fileno(), self._on_link), (self._channel.fileno(), self._on_process)]
+        for fd, readable in ends:
+            if fd >= 0 and read:
+                self._loop.add_reader(fd, readable)
+            elif fd >= 0:
+                self._loop.remove_reader(fd)
         if read:
-            self._loop.add_reader(self._link.fileno(), self._on_link)
             # Messages that the link has received already do not make its socket readable.
             self._loop.call_soon(self._on_link)
-        else:
-            self._loop.remove_reader(self._link.fileno())
 
     # ------------------------------------------------------------------------------------------- to the loader
 
@@ -462,10 +438,8 @@ class RelayedConnection:
         self._waiting.clear()
         self._waiting_bytes = 0
         self._quota.leave(self._give_soon)
-        for timer in (self._deaf, self._silent):
-            if timer is not None:
-                timer.cancel()
-        self._steer()  # the queue to the process is no more a reason not to read the loader's PINGs
+        if self._silent is not None:
+            self._silent.cancel()
 
     async def drain(self) -> None:
         """Take no more tasks, and wait until those in work are answered and sent."""

@@ -16,8 +16,6 @@ from urllib.parse import urlsplit
 from asyncloader.bridge import in_thread
 
 _UCRED = struct.Struct("@iII")  # process, user, group
-_SOL_LOCAL, _LOCAL_PEERCRED = 0, 1  # of macOS, which Python does not name
-_XUCRED = struct.Struct("@IIh16I")  # version, user, number of groups, groups
 
 
 class OtherUser(PermissionError):
@@ -45,28 +43,19 @@ def check_peer(sock: socket.socket) -> None:
     Raises:
         OtherUser: it is another user's, or the system does not report the user.
     """
-    theirs, ours = _user_of_peer(sock), os.geteuid()
-    if theirs is None:
+    if not hasattr(socket, "SO_PEERCRED"):
         raise OtherUser(
             f"{sys.platform} does not say whose process is at the other end of a Unix socket: use tcp:// with a token"
         )
+    # The user that the kernel stored at connection.
+    _, theirs, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    ours = os.geteuid()
     if theirs != ours:
         raise OtherUser(
             f"the other end of the Unix socket is a process of user {theirs}, and this is one of user {ours}: each "
             "user needs a node of its own (asyncloader serve --listen unix:/path, in a folder where nobody else "
             "writes); one node for several users listens at tcp:// and has a token"
         )
-
-
-def _user_of_peer(sock: socket.socket) -> int | None:
-    """Return the user at the other end, which the kernel stored at connection; None: this system does not report it."""
-    if hasattr(socket, "SO_PEERCRED"):
-        _, user, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        return int(user)
-    if sys.platform == "darwin":  # pragma: no cover - macOS
-        version, user, *_ = _XUCRED.unpack(sock.getsockopt(_SOL_LOCAL, _LOCAL_PEERCRED, _XUCRED.size))
-        return int(user) if version == 0 else None
-    return None
 
 
 def read_address(address: str) -> str | tuple[str, int]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import resolve_name
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -73,18 +72,3 @@ def test_a_definition_in_a_package(name: str, tmp_path: Path, monkeypatch: pytes
     finally:
         for each in set(sys.modules) - before:
             del sys.modules[each]
-
-
-def test_bytecode_of_sets() -> None:
-    """The order of a set's elements, which differs between processes, does not count; the elements do."""
-
-    def compiled(source: str) -> Callable[..., Any]:
-        module: dict[str, Any] = {"__name__": "a_module_without_source"}
-        exec(source, module)  # as from an installation of .pyc files only
-        found: Callable[..., Any] = module["train"]
-        return found
-
-    # 0 and 8 have the same place in a small table, so the order of a set of both is that in which they were added.
-    one, other, more = (compiled(f"def train(x):\n    return x in {{{each}}}\n") for each in ("0, 8", "8, 0", "0, 9"))
-    assert repr(one.__code__.co_consts) != repr(other.__code__.co_consts)
-    assert fingerprint(one) == fingerprint(other) != fingerprint(more)
