@@ -153,8 +153,13 @@ def difference(theirs: Mapping[str, Any], mine: Mapping[str, Any], rank: int) ->
     for name, value in json.loads(json.dumps(mine)).items():
         if theirs.get(name) == value:
             continue
-        here, there = (f"{name}={each!r:.{_SHOWN}}" for each in (value, theirs.get(name)))
+        here, there = value, theirs.get(name)
+        if isinstance(here, list) and isinstance(there, list):  # from the first element that differs on
+            at = next((at for at, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
+            at = min(len(here), len(there)) if at is None else at
+            here, there = here[at : at + 3], there[at : at + 3]
         return RanksDisagree(
-            f"rank {rank} has {here} and rank 0 has {there}: give all ranks the same dataset and the same options"
+            f"rank {rank} has {name}={here!r:.{_SHOWN}} and rank 0 has {name}={there!r:.{_SHOWN}}: give all ranks "
+            "the same dataset and the same options"
         )
     return None

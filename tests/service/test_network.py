@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import socket
 import struct
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, LoaderTimeout, Recovery, Service, ServiceUnavailable
+from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, Recovery, Service, ServiceUnavailable
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof
 from asyncloader.service.protocol.records import pack_record
@@ -181,24 +180,6 @@ def test_a_trainer_that_blocks_its_loop(kind: str, tls: bool, tmp_path: Path, ca
     with serving(tmp_path, ["wide"], *flags, "--open", "wide", listen=["127.0.0.1:0"]) as node:
         run_async(run(Service(node.tcp, tls_ca=files["ca"] if tls else None)), kind)
     assert "goes on elsewhere" not in caplog.text
-
-
-@pytest.mark.thorough
-def test_a_time_out_at_a_node_that_stands_still(tmp_path: Path) -> None:
-    """The timeout is reported, and the report states that the node does not answer."""
-    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=["127.0.0.1:0"]) as node:
-        loader = DataLoader[Any](numbers(), **OPTIONS, timeout=1, workers=Service(node.tcp, wait=30))
-        batches = iter(loader)
-        next(batches)
-        node.process.send_signal(signal.SIGSTOP)
-        try:
-            with pytest.raises(LoaderTimeout) as raised:
-                list(batches)
-        finally:
-            node.process.send_signal(signal.SIGCONT)
-        loader.close()
-    report = "\n".join(raised.value.__notes__)  # the node may have been given up since
-    assert "at a node that does not answer" in report or "has ended and is being replaced" in report
 
 
 @pytest.mark.thorough

@@ -291,14 +291,28 @@ def answer_of(
             )
 
 
+class Search:
+    """A search for a node, without preferences; `ServiceWorkers` has some."""
+
+    closed: threading.Event | None = None
+    """Set once the loader does not wait any more."""
+
+    def order(self, addresses: Sequence[str]) -> Iterable[tuple[int, float]]:
+        """Return the numbers of these nodes in the order in which they are tried, each with the seconds for which the
+        node should still be left alone. Its errors end the search.
+        """
+        return [(number, 0.0) for number in range(len(addresses))]
+
+    def refused(self, address: str, why: str) -> None:
+        """Note that the node at this address could not be used."""
+
+    def delivered_at(self) -> float:
+        """Return when the loader's other connections last delivered: while they do, the search goes on."""
+        return 0.0
+
+
 def on_any_node(
-    service: Service,
-    defined: Defined,
-    use: Callable[[NodeConnection], _T],
-    order: Callable[[Sequence[str]], Iterable[tuple[int, float]]],
-    closed: threading.Event | None = None,
-    refused: Callable[[str, str], None] | None = None,
-    delivered_at: Callable[[], float] | None = None,
+    service: Service, defined: Defined, use: Callable[[NodeConnection], _T], search: Search | None = None
 ) -> _T:
     """Connect to nodes, one after the other, until `use` succeeds with a connection. Returns its result.
 
@@ -306,17 +320,14 @@ def on_any_node(
         service: the service.
         defined: the definition that is read.
         use: called with the connection, which it then owns; may raise ValueError, OSError or Unreachable.
-        order: called with the nodes' addresses. Returns their numbers in the order in which they are tried, each with
-            the seconds for which the node should still be left alone. Its errors end the search.
-        closed: set once the loader does not wait any more.
-        refused: called with the address of a node that could not be used, and the reason.
-        delivered_at: returns the time of the last answer on the loader's other connections: while they deliver, the
-            search goes on.
+        search: the order of the nodes, and the end of the search.
 
     Raises:
         ServiceUnavailable: no node could be used, and no other connection delivered, for `service.wait` seconds.
         OSError: this process may open no more files.
     """
+    search = search or Search()
+    closed = search.closed
     began, pause, said = monotonic(), _FIRST_PAUSE_S, False
     repeated = False  # whether all nodes had refused finally in the round before
     while True:
@@ -331,7 +342,7 @@ def on_any_node(
             except Unreachable as error:
                 answers[address], final = str(error), False  # a name may be known later
         soonest = pause
-        for number, rest in order([address for address, _ in places]):
+        for number, rest in search.order([address for address, _ in places]):
             address, place = places[number]
             if rest > 0:
                 # Not final: the node is left alone for a while, and the search must not end for it.
@@ -361,11 +372,10 @@ def on_any_node(
             # Before `refused`: the attempt may have failed because the loader was closed, which is no fault of a node.
             if closed is not None and closed.is_set():
                 break
-            if refused is not None:
-                refused(address, answers[address].removeprefix(f"{address}: "))
+            search.refused(address, answers[address].removeprefix(f"{address}: "))
         now = monotonic()
         # A loader whose other workers deliver makes progress, so the time without progress counts.
-        waited = now - max(began, delivered_at() if delivered_at is not None else began)
+        waited = now - max(began, search.delivered_at())
         text = "; ".join(answers.values()) or "none is ready"
         # Every node has another version, definition or dataset: waiting would only delay the error. They were asked
         # twice, because a byte that was damaged on the way looks like another version, or a wrong token.
@@ -401,8 +411,10 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
         node.link.close()
         return answer
 
+    search = Search()
+    search.closed = closed
     # The dataset's error is an answer, not a reason to try another node: another node would raise it, too.
-    answer = on_any_node(service, defined, use, _as_given, closed)
+    answer = on_any_node(service, defined, use, search)
     if isinstance(answer, Plan):
         return answer
     error = MSGPACK.load_error(answer)
@@ -412,7 +424,7 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
     raise AssertionError("it has raised")
 
 
-def ask_dataset_info(service: Service, defined: Defined, closed: threading.Event | None = None) -> DatasetInfo:
+def ask_dataset_info(service: Service, defined: Defined) -> DatasetInfo:
     """Ask a node for the kind and length of its dataset.
 
     Raises:
@@ -423,8 +435,4 @@ def ask_dataset_info(service: Service, defined: Defined, closed: threading.Event
         node.link.close()
         return node.info
 
-    return on_any_node(service, defined, use, _as_given, closed)
-
-
-def _as_given(addresses: Sequence[str]) -> list[tuple[int, float]]:
-    return [(number, 0.0) for number in range(len(addresses))]
+    return on_any_node(service, defined, use)

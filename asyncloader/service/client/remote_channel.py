@@ -138,10 +138,6 @@ class RemoteChannel:
         self.broken = True
         self._end(why)
 
-    def kill(self) -> None:
-        """Have the node kill the worker's process, whose task takes too long."""
-        self._link.send(frames.KILL)
-
     def flush(self) -> bool:
         """Send unsent messages. Errors as `send`."""
         return self._link.flush()
@@ -292,13 +288,36 @@ class RemoteChannel:
 
 
 class PassedChannel(Channel):
-    """The loader's end of a worker connection to a process of this machine, without the node in between."""
+    """The loader's end of a worker connection to a process of this machine, without the node in between. Its end, and
+    the attributes of it, are those of `RemoteChannel`; the node reports it over the link.
+    """
 
     def __init__(self, sock: socket.socket, link: Link) -> None:
         super().__init__(sock)
         self._link = link
+        self.broken = False
+        self.why = "the node closed the connection"
         self._silent: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
+
+    @property
+    def gone_fd(self) -> int:
+        """A descriptor that is readable by the node's report, or by its end without a report."""
+        return self._link.fileno()
+
+    @property
+    def death(self) -> bytes | None:
+        """The node's report of the end of the worker's process, once; None: no report."""
+        try:
+            return next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
+        except ValueError as error:
+            self.broken, self.why = True, str(error)
+            return None
+
+    def distrust(self, why: str) -> None:
+        """End, because the process has sent a message that cannot be read."""
+        self.broken, self.ended, self.why = True, True, why
+        hang_up_soon(self._link)  # makes `gone_fd` readable
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
         """Yield the complete frames. See `Channel.receive`."""

@@ -18,12 +18,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from time import monotonic
 from typing import Any
 
 from asyncloader.errors import ServiceUnavailable, WorkerDied
 from asyncloader.process_hooks import in_forked_child
-from asyncloader.service.client.connect import NodeConnection, Unreachable, on_any_node
+from asyncloader.service.client.connect import NodeConnection, Search, Unreachable, on_any_node
 from asyncloader.service.client.node_health import NodeHealth, node_order
 from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
 from asyncloader.service.client.remote_dataset import RemoteDataset
@@ -51,7 +52,7 @@ _STANDS_S = 4.0
 _MOST_REASON, _MOST_TRACE = 2000, 1 << 15  # characters of a node's report of a death
 
 
-class ServiceWorkers:
+class ServiceWorkers(Search):
     """The workers of one loader at a service. See `WorkerSource`.
 
     Args:
@@ -68,13 +69,13 @@ class ServiceWorkers:
         self._defined = dataset.defined
         self._credits = credits
         self._loader_name = secrets.token_hex(8)
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._made: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._next = 0
         # Not less than `_STANDS_S`: before, no connection can be known to stand, and a slow node would be an error.
         self._progress = NodeHealth(max(_STANDS_S, dataset.service.wait))
         self._answers = 0  # of workers that have ended
-        self._seen = 0  # all answers when `_delivered_at` was last called
+        self._seen = 0  # all answers when `delivered_at` was last called
         self._delivered = 0.0  # when it last found more of them
         # Several threads connect at a time, while the loop's thread notes the ends of workers.
         self._lock = threading.Lock()
@@ -111,18 +112,11 @@ class ServiceWorkers:
                 worker.release()
 
     def _connect(self, worker: int, setup: WorkerSetup) -> RemoteWorker:
-        return on_any_node(
-            self._service,
-            self._defined,
-            lambda node: self._open(node, worker, setup),
-            self._order,
-            self._closed,
-            self._refused,
-            self._delivered_at,
-        )
+        use = partial(self._open, worker=worker, setup=setup)
+        return on_any_node(self._service, self._defined, use, self)
 
-    def _order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
-        """Order the nodes by failures, and then by this loader's workers at them.
+    def order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
+        """Order the nodes by failures, and then by this loader's workers at them. See `Search`.
 
         Raises:
             ServiceUnavailable: for `Service.wait` seconds connections were made, and none delivered.
@@ -146,7 +140,7 @@ class ServiceWorkers:
         # `counted` workers are in the first number already. The set is weak, so they may be in it or not.
         return self._answers + sum(worker.answers for worker in self._made if not worker.counted)
 
-    def _delivered_at(self) -> float:
+    def delivered_at(self) -> float:
         """Return when this loader's other workers last delivered, as seen by calls of this method."""
         with self._lock:
             every = self._every_answer()
@@ -154,7 +148,8 @@ class ServiceWorkers:
                 self._seen, self._delivered = every, monotonic()
             return self._delivered
 
-    def _refused(self, address: str, why: str) -> None:
+    def refused(self, address: str, why: str) -> None:
+        """Note that a node could not be used."""
         with self._lock:
             self._progress.refused(address, why)
 
@@ -167,7 +162,7 @@ class ServiceWorkers:
                 self._answers += worker.answers
             if why:
                 figures = worker.opened, worker.tasks, worker.answers, every, monotonic()
-                self._progress.lost(worker.node, why, *figures, unreadable=worker.unreadable)
+                self._progress.lost(worker.node, why, *figures, unreadable=worker.channel.broken)
 
     def _open(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> RemoteWorker:
         link = node.link
@@ -209,7 +204,7 @@ class ServiceWorkers:
 
     def close(self) -> None:
         """Let threads that look for a node stop."""
-        self._closed.set()
+        self.closed.set()
 
 
 _live: LiveObjects[RemoteWorker] = LiveObjects()
@@ -239,11 +234,8 @@ class RemoteWorker(Watched):
         self.opened = monotonic()
         self.counted = False
         """Whether its answers are among those of workers that have ended."""
-        self.unreadable = False
-        """Whether it sent an answer that cannot be read."""
         self._on_end = on_end
         self.kill_reason = ""
-        self._unreadable = ""  # the reason that `_death` reports
         self._link = link
         # A node on this machine passes the socket of the worker's process with OPENED.
         self.channel: Any = self._take_channel() if link.fds else RemoteChannel(link)
@@ -281,13 +273,9 @@ class RemoteWorker(Watched):
         return not (self.released or self.channel.ended) and self.outstanding > 0
 
     @property
-    def _direct(self) -> bool:
-        return isinstance(self.channel, Channel)
-
-    @property
     def death_fd(self) -> int:
         """A descriptor that is readable once the worker has ended, or its connection."""
-        return self._link.fileno() if self._direct else int(self.channel.gone_fd)
+        return int(self.channel.gone_fd)
 
     @property
     def alive(self) -> bool:
@@ -303,7 +291,7 @@ class RemoteWorker(Watched):
     @property
     def left(self) -> bool:
         """Whether no other process can write to its ring: over a network none ever does."""
-        return not self._direct
+        return isinstance(self.channel, RemoteChannel)
 
     def dumps(self, value: Any) -> bytes:
         """Pack a value that is sent to it."""
@@ -316,20 +304,12 @@ class RemoteWorker(Watched):
         return death
 
     def _death(self) -> tuple[WorkerDied, str]:
-        said, why = (None, "") if self._direct else (self.channel.death, self.channel.why)
-        self.unreadable = self.unreadable or (not self._direct and self.channel.broken)
-        if self._direct:
-            why = self._unreadable or "the node closed the connection"
-            # The link is readable: by the node's report, or by its end without a report.
-            try:
-                said = next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
-            except ValueError as error:
-                why, self.unreadable = str(error), True
+        said, why = self.channel.death, self.channel.why
         if said is not None:
             try:
                 death = read_record(DeathReport, said)
             except ValueError as error:
-                why, self.unreadable = str(error), True
+                why, self.channel.broken = str(error), True
             else:
                 # Lost is the connection only: the process did not carry out this worker's task, so no task is
                 # suspected.
@@ -347,24 +327,14 @@ class RemoteWorker(Watched):
     def distrust(self, error: ValueError) -> bool:
         """End the worker, whose answer cannot be read. Returns True: its tasks go to the worker that replaces it."""
         # The replacement may be at the same node, if it is the only node: `NodeHealth.unreadable` ends that.
-        why = line_of(str(error))
-        if self._direct:
-            self.unreadable = True
-            self.channel.ended = True
-            self._unreadable = why
-            hang_up_soon(self._link)  # makes `death_fd` readable
-        else:
-            self.channel.distrust(why)
+        self.channel.distrust(line_of(str(error)))
         return True
 
     def kill_for(self, reason: str) -> None:
         """Have the node kill the process, if it carries out this worker's task. `reason` becomes part of the error."""
         self.kill_reason = f"It was at {self.node}. {reason}"
         with contextlib.suppress(ConnectionError):
-            if self._direct:
-                self._link.send(frames.KILL)
-            else:
-                self.channel.kill()
+            self._link.send(frames.KILL)
 
     def kill(self) -> None:
         """Shut the connection down. The pool then notices an end; `release` follows."""

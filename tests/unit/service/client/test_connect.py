@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -18,7 +18,7 @@ import pytest
 
 from asyncloader import Service, ServiceUnavailable
 from asyncloader.service.client import connect
-from asyncloader.service.client.connect import Unreachable, answer_of, ask_dataset_info, on_any_node
+from asyncloader.service.client.connect import Search, Unreachable, answer_of, ask_dataset_info, on_any_node
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Challenge, Proof, Welcome
@@ -99,21 +99,23 @@ def test_a_refusal_that_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
     """The loader asks again before it gives up: a byte that was damaged on the way looks like another version."""
     answers: list[Any] = [Unreachable("another version", final=True), SimpleNamespace(link=None)]
     monkeypatch.setattr(connect, "_handshake", Mock(side_effect=answers))
-    used = on_any_node(Service("tcp://127.0.0.1:1"), definitions.numbers(), str, lambda _: [(0, 0.0)])
+    used = on_any_node(Service("tcp://127.0.0.1:1"), definitions.numbers(), str)
     assert used == str(answers[1])
 
 
 def test_nobody_waits_any_more() -> None:
     """A loader that is closed stops waiting for a node that keeps reporting that it is busy, and leaves no thread."""
-    closed = threading.Event()
-    closed.set()
+    search = Search()
+    search.closed = threading.Event()
+    search.closed.set()
     with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
-        on_any_node(Service(address), definitions.numbers(), lambda _: None, lambda _: [(0, 0.0)], closed)
+        on_any_node(Service(address), definitions.numbers(), lambda _: None, search)
 
 
 def test_a_fork_while_a_loader_connects() -> None:
     """The child keeps no copy of the connection: the node sees that the loader hangs up, although the child lives."""
-    closed = threading.Event()
+    search = Search()
+    search.closed = closed = threading.Event()
     waits, go = os.pipe()
 
     def live_on() -> None:
@@ -122,7 +124,7 @@ def test_a_fork_while_a_loader_connects() -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as threads:
         service = Service(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
-        asking = threads.submit(ask_dataset_info, service, definitions.numbers(), closed)
+        asking = threads.submit(on_any_node, service, definitions.numbers(), str, search)
         node, _ = listener.accept()
         with node:
             node.settimeout(PATIENCE_S)
@@ -162,27 +164,26 @@ def test_what_is_sent_may_be_long() -> None:
 
 def test_a_worker_looks_on_while_others_deliver() -> None:
     """Other workers' batches extend its search; once no more are delivered, it has `wait` seconds left."""
-    tries = 0
 
-    def order(addresses: Sequence[str]) -> Iterator[tuple[int, float]]:
-        nonlocal tries
-        tries += 1
-        yield from ((number, 0.0) for number in range(len(addresses)))
+    class Busy(Search):
+        tries, last = 0, 0.0
 
-    last = 0.0
+        def order(self, addresses: Sequence[str]) -> Iterable[tuple[int, float]]:
+            self.tries += 1
+            return super().order(addresses)
 
-    def delivered_at() -> float:
-        nonlocal last
-        if tries < 4:
-            last = monotonic()
-        return last
+        def delivered_at(self) -> float:
+            if self.tries < 4:
+                self.last = monotonic()
+            return self.last
 
+    search = Busy()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     service = Service(f"tcp://127.0.0.1:{port}", wait=0.001)
     with pytest.raises(ServiceUnavailable, match="was there for"):
-        on_any_node(service, definitions.numbers(), lambda _: None, order, delivered_at=delivered_at)
-    assert tries >= 4
+        on_any_node(service, definitions.numbers(), lambda _: None, search)
+    assert search.tries >= 4
 
 
 def refused(service: Service) -> str:

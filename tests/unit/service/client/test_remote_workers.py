@@ -91,7 +91,7 @@ def test_a_report_that_cannot_be_read() -> None:
         worker = RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: ended.append(why))
         theirs.sendall(b"HTTP".ljust(HEADER_BYTES))
         text = str(worker.death())
-        assert worker.unreadable
+        assert worker.channel.broken
         assert worker.lost
         assert "b'HTTP" in text
         assert "b'HTTP" in ended[0]
@@ -121,7 +121,7 @@ def test_a_worker_that_is_ended_over_tls(end: Callable[[Any], None], tmp_path: P
         assert select.select([link], [], [], PATIENCE_S)[0]
         end(worker)
         assert list(worker.channel.receive()) == [(wire.COUNTS, b"body")]
-        assert not worker.unreadable
+        assert not worker.channel.broken
     worker.release()
 
 
