@@ -44,6 +44,8 @@ class LoaderState:
         # Weak: an iterator that is dropped must be freed at once, and its workers with it.
         self.iterators: LiveObjects[Any] = LiveObjects()
         self.newest: weakref.ref[Any] | None = None
+        self.watched = os.environ.get("ASYNCLOADER_TOP") == "1"
+        """Whether iterators open the loader's view."""
         self._view: Dashboard | None = None
         self._view_lock = self.owner, threading.Lock()
 
@@ -133,7 +135,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         if state.closed:
             end()
             raise self._asyncloader_closed()
-        if os.environ.get("ASYNCLOADER_TOP") == "1":
+        if state.watched:
             state.watch(self, LoaderMethods._asyncloader_watched)
 
     def _asyncloader_newest(self, iterator: Any) -> None:

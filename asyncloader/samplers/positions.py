@@ -82,7 +82,7 @@ class ShardStream(LoaderDataset):
 
     def for_loader(self, arguments: dict[str, Any], seed: int | None) -> dict[str, Any]:
         """Return the arguments with the shuffled dataset, and with its order if it has one."""
-        shards = self.shuffled() if arguments["shuffle"] else self
+        shards: Any = self.shuffled() if arguments["shuffle"] else self
         dataset = shards if seed is None else shards.fixed_streams(seed)
         order = arguments["sampler"] if dataset is shards else Positions(dataset)
         return arguments | {"dataset": dataset, "sampler": order, "shuffle": None}

@@ -230,7 +230,7 @@ class Interleaved(IterDataPipe[Any]):
         )
         for loader in self._loaders:  # which the user does not see: they have no verdict to act on, and no view
             loader._asyncloader_state.statistics.untold = False
-            loader._asyncloader_state.watch = _open_no_view  # type: ignore[method-assign]
+            loader._asyncloader_state.watched = False
         self._dispatcher = dispatcher
         self._beginning_or_ending = threading.Lock()
 
@@ -336,11 +336,6 @@ class _StreamsInTurn(Iterator[Any]):
             self._living.discard(worker)
         if failure is not None:
             self._failures[worker] = failure
-
-
-def _open_no_view(loader: Any, read: Any) -> None:
-    """For ``ASYNCLOADER_TOP=1``: a view has a thread, beside which the other workers should not be forked."""
-    del loader, read
 
 
 def _pass_through(chunk: Any) -> Any:
