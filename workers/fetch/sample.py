@@ -110,12 +110,11 @@ class SampleMaker:
         """Return a context for each of a batch's samples, which are decoded concurrently: copies of the current one, in
         seeded mode with the sample's own random numbers.
         """
-        if first is None or self.seeding is None:
-            return [copy_context() for _ in range(count)]
-        if isinstance(first, tuple):
-            return self.seeding.samples.contexts([first[item] for item in range(count)])
-        step = self.seeding.replicas
-        return self.seeding.samples.contexts(range(first, first + count * step, step))
+        found = []
+        for item in range(count):
+            self.seed(self.position(first, item))
+            found.append(copy_context())
+        return found
 
     def seed_batch(self, first: BatchPosition | None) -> None:
         """In seeded mode: seed the code that makes a whole batch, by the position of its first sample."""

@@ -21,8 +21,8 @@ import contextlib
 import hashlib
 import pickle
 import random
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextvars import Context, ContextVar, copy_context
+from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -179,20 +179,6 @@ class SampleSeeder:
             yield position
             position += step
             word += word_step
-
-    def contexts(self, positions: Iterable[int]) -> list[Context]:
-        """Return a copy of the current context for each of these samples, with its random numbers. Of samples that are
-        made concurrently.
-        """
-        contexts = []
-        for position in positions:
-            # `sample`, inlined: this runs once per sample.
-            word = (self._base + position * _GOLDEN) & _MASK
-            word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
-            word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
-            _current.set(SampleRng(word ^ (word >> 31)))
-            contexts.append(copy_context())
-        return contexts
 
     def batch(self, position: int) -> None:
         """Seed the code that fetches a whole batch, whose first sample has this position."""

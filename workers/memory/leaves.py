@@ -229,11 +229,6 @@ SPARSE_LAYOUTS = frozenset(_PARTS)
 """The layouts that `sparse_parts` knows."""
 
 
-def sparse_part_names(layout: torch.layout) -> tuple[str, ...]:
-    """Return the names of the parts of a tensor of this layout."""
-    return _PARTS[layout]
-
-
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the dense tensors that a sparse one consists of: indices, and last the values."""
     return tuple(getattr(tensor, name)() for name in _PARTS[tensor.layout])

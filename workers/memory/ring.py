@@ -240,12 +240,6 @@ class Ring:
         self._leases[slot] = lease
         return anchor
 
-    def view_of(self, slot: int) -> weakref.ref[Anchor] | None:
-        """Return a weak reference to the memory of a leased slot, for a trace; None if its last view has died."""
-        lease = self._leases.get(slot)
-        anchor = None if lease is None else lease()
-        return None if anchor is None else weakref.ref(anchor)
-
     def take_back(self, slot: int) -> None:
         """Undo `lend` before the view was handed out: the slot is assigned again. A no-op if it was not lent. Call it
         before `reclaim`.
