@@ -119,15 +119,6 @@ def test_first_and_last_batches_may_be_lost(kind: str, workers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_skip_leaves_the_other_samples_as_they_are(kind: str) -> None:
-    """In seeded mode the other samples have the random numbers that they would have had."""
-    options: dict[str, Any] = {"batch_size": None, "seed": 3, "on_error": "skip"}
-    whole, _, _ = run(kind, Rotten(20, set()), num_workers=2, **options)
-    got, _, _ = run(kind, Rotten(20, {2, 3, 11}), num_workers=2, **options)
-    assert_same(got, [batch for batch in whole if int(batch["index"]) not in {2, 3, 11}])
-
-
-@pytest.mark.parametrize("kind", BOTH)
 def test_refill_is_a_function_of_the_seed(kind: str) -> None:
     """Substitutes are the same for every number of workers; batches are full; refills are counted."""
     options: dict[str, Any] = {"batch_size": 4, "seed": 3, "on_error": "refill"}
@@ -146,15 +137,6 @@ def replaced(index: int, error: Exception) -> Any:
 
 def refuses(index: int, error: Exception) -> Any:
     raise LookupError(f"nothing for {index}") from error
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_function_gives_substitutes(kind: str, workers: int) -> None:
-    """A function gets index and exception in the place where the sample was to be made, and gives another sample."""
-    got, errors, _ = run(kind, Rotten(8, {2, 5}), batch_size=4, num_workers=workers, on_error=replaced)
-    assert indices(got) == [[0, 1, -2, 3], [4, -5, 6, 7]]
-    assert [(bad.index, bad.action) for bad in errors] == [(2, "replaced"), (5, "replaced")]
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -204,18 +186,6 @@ def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
             assert len(loader.skipped_samples) == 4
 
     run_async(load())
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_limit_is_of_one_epoch(workers: int) -> None:
-    """The limit counts per epoch: each iterator begins a new record."""
-    options: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "recovery": Recovery(max_skipped_samples=2)}
-    for persistent in {False, workers > 0}:
-        with DataLoader[Any](Rotten(6, {1, 3}), persistent_workers=persistent, **options) as loader:
-            for _ in range(3):
-                assert len(list(loader)) == 4
-                assert [bad.index for bad in loader.skipped_samples] == [1, 3]
-            assert loader.stats()["data/skipped_samples"] == 6
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -17,8 +17,6 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Recovery, WorkerDied
 from tests.helpers.comparing import assert_same
 from tests.helpers.faulty import (
-    AsyncFaulty,
-    AsyncFaultyStream,
     Faults,
     Faulty,
     FaultyStream,
@@ -105,15 +103,6 @@ def test_spawned_workers_are_replaced(method: str, kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", BOTH)
-def test_async_dataset(kind: str, tmp_path: Path) -> None:
-    """A worker that has several outstanding tasks dies: all of them are done again."""
-    options: dict[str, Any] = {"batch_size": 2, "seed": 3, "num_workers": 2, "prefetch_factor": 3}
-    expected = collect(kind, AsyncFaulty(40, NONE), **options)
-    got = collect(kind, AsyncFaulty(40, Faults(tmp_path, {7: "SIGKILL", 28: "exit"})), **options)
-    assert_same(got, expected)
-
-
-@pytest.mark.parametrize("kind", BOTH)
 def test_torch_mode_keeps_the_order_and_warns(kind: str, tmp_path: Path) -> None:
     """In torch mode a warning reports that the worker's RNG state is lost when it dies. No samples are missing."""
     dataset = Faulty(40, Faults(tmp_path, {5: "SIGKILL"}))
@@ -137,14 +126,6 @@ def test_warning_that_is_an_error_loses_no_batch(tmp_path: Path) -> None:
             except RuntimeWarning:
                 raised += 1
     assert (got, raised) == (list(range(12)), 1)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_out_of_order(kind: str, tmp_path: Path) -> None:
-    """With ``in_order=False`` each batch is delivered exactly once."""
-    dataset = Faulty(40, Faults(tmp_path, {5: "SIGKILL", 22: "exit"}))
-    got = collect(kind, dataset, num_workers=2, in_order=False, seed=1)
-    assert sorted(int(batch["index"]) for batch in got) == list(range(40))
 
 
 @pytest.mark.thorough
@@ -192,13 +173,6 @@ def test_torch_mode_heals_nothing_by_default(tmp_path: Path) -> None:
         collect("sync", Faulty(10, Faults(tmp_path, {3: "SIGKILL"})), num_workers=1)
 
 
-def test_statistics_count_replacements(tmp_path: Path) -> None:
-    """``stats()`` counts the workers that were replaced."""
-    with DataLoader[Any](Faulty(20, Faults(tmp_path, {3: "exit", 15: "exit"})), num_workers=2, seed=1) as loader:
-        assert len(list(loader)) == 20
-        assert loader.stats()["data/worker_restarts"] == 2
-
-
 def test_hoarded_batches_outlive_their_worker(tmp_path: Path) -> None:
     """Batches that the consumer holds do not change when their worker dies and its ring is abandoned."""
     dataset = Faulty(60, Faults(tmp_path, dict.fromkeys((10, 30, 50), "SIGKILL")))
@@ -240,13 +214,6 @@ def test_stream_that_has_given_nothing_begins_again(tmp_path: Path) -> None:
     """A stream that has answered no task yet is read from its beginning."""
     got = collect("sync", FaultyStream(6, Faults(tmp_path, {0: "SIGKILL"})), seed=3, num_workers=1)
     assert [int(b["index"]) for b in got] == list(range(6))
-
-
-def test_async_stateful_stream_goes_on(tmp_path: Path) -> None:
-    """A stateful stream that is awaited is read from its state on, too."""
-    dataset = AsyncFaultyStream(15, Faults(tmp_path, {4: "SIGKILL"}))
-    got = collect("asyncio", dataset, seed=3, num_workers=1)
-    assert [int(b["index"]) for b in got] == list(range(15))
 
 
 def results(dataset: Any, **options: Any) -> list[Any]:

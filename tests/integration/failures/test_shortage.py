@@ -145,11 +145,6 @@ def test_unpicklable_functions() -> None:
         assert error.value.__notes__[-1].startswith(f"{name} = ")
 
 
-def test_unpicklable_dataset_works_with_fork() -> None:
-    """Forked workers inherit the dataset: nothing is pickled."""
-    assert len(collect("sync", HasLock(), num_workers=1, multiprocessing_context="fork")) == 4
-
-
 SMALL_SHM = """
 import os, sys
 import torch

@@ -9,11 +9,10 @@ import mmap
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderError, WorkerDied
 from tests.helpers.comparing import assert_same
@@ -92,16 +91,6 @@ def test_killed_worker(kind: str, way: str) -> None:
         assert "exit code 7" in text
 
 
-def test_error_has_the_facts() -> None:
-    """`WorkerDied` has worker, pid and exit code as attributes."""
-    dataset = Dying("SIGKILL")
-    with pytest.raises(WorkerDied) as caught:
-        list(DataLoader[Any](dataset, num_workers=2))
-    assert caught.value.worker_id == 1
-    assert caught.value.pid == dataset.pid.value
-    assert caught.value.exitcode == -signal.SIGKILL
-
-
 @pytest.mark.parametrize("method", ["spawn", "forkserver"])
 def test_killed_from_outside(method: str) -> None:
     """A spawned worker, and a child of the fork server, may be killed while they are idle."""
@@ -140,20 +129,6 @@ def test_a_grandchild_that_holds_the_socket_hides_nothing(kind: str) -> None:
         with Deaths([dataset.grandchild.value]) as deaths:
             os.kill(dataset.grandchild.value, signal.SIGKILL)
             deaths.wait()
-
-
-class DyingStream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[int]:
-        yield 0
-        yield 1
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_killed_worker_of_a_stream(kind: str) -> None:
-    """A worker's death is not taken for the end of its stream."""
-    got = outcomes(kind, DyingStream(), num_workers=1)
-    assert got[-1][0] is WorkerDied
 
 
 def test_killed_in_worker_init() -> None:

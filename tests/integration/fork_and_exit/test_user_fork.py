@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import subprocess
 from pathlib import Path
@@ -11,15 +10,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader, LoaderClosed
+from asyncloader import DataLoader
 from tests.helpers.datasets import Sized
-from tests.helpers.running import Deaths, run_script
+from tests.helpers.running import run_script
 
 N = 200
-
-
-def _values(batches: list[Any]) -> list[int]:
-    return [int(batch.unique()) for batch in batches]
 
 
 @pytest.mark.thorough
@@ -37,39 +32,6 @@ def test_many_forks_do_not_starve_the_ring() -> None:
         del batch
     assert seen == [i % 251 for i in range(N)]
     assert loader.stats()["data/ring_copies"] < N / 2
-
-
-def test_the_child_cannot_use_the_parents_iterator() -> None:
-    """In the child the parent's iterator raises; a new loader works there."""
-    loader = DataLoader[Any](Sized([10] * 20), num_workers=1)
-    batches = iter(loader)
-    next(batches)
-
-    def child() -> None:
-        with pytest.raises(LoaderClosed, match="fork"):  # noqa: PT012
-            for _ in range(20):  # batches that were ready at the fork may still be given
-                next(batches)
-        assert _values(list(DataLoader[Any](Sized([10] * 4)))) == [0, 1, 2, 3]
-
-    process = multiprocessing.get_context("fork").Process(target=_exit_code_of, args=(child,))
-    process.start()
-    with Deaths([process.pid or 0]) as deaths:
-        deaths.wait()
-    process.join()
-    assert process.exitcode == 0
-    process.close()
-    assert _values(list(batches)) == list(range(1, 20))
-
-
-def _exit_code_of(function: Any) -> None:
-    try:
-        function()
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
 
 
 SCRIPTS = {

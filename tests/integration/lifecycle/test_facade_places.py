@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from typing import Any
 
 import pytest
@@ -60,17 +59,6 @@ async def test_in_a_callback_and_in_a_thread_of_a_running_loop(name: str) -> Non
     asyncio.get_running_loop().call_soon(callback)
     await done
     await asyncio.to_thread(two_epochs, name)
-
-
-def test_made_here_and_used_there() -> None:
-    """An iterator may be handed from thread to thread; each `next` may be called in another thread."""
-    batches = iter(DataLoader[Any](Numbers(30), batch_size=4, num_workers=2))
-    got: list[Any] = []
-    for _ in range(len(EXPECTED)):
-        thread = threading.Thread(target=lambda: got.append(next(batches)))
-        thread.start()
-        thread.join()
-    assert_same(got, EXPECTED)
 
 
 async def test_async_loader_beside_a_facade() -> None:

@@ -18,7 +18,7 @@ import torch
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Sized
-from tests.helpers.running import BOTH, KINDS, collect, run_async
+from tests.helpers.running import BOTH, collect, run_async
 
 
 def growing(n: int) -> list[int]:
@@ -114,13 +114,6 @@ def test_hoarding_is_copied_and_counted() -> None:
     assert 50 < copies < 100
     assert "copies: " in loader.explain()
     del kept
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_batches_of_growing_size(kind: str) -> None:
-    """Batches are right while they outgrow the ring's slots again and again."""
-    dataset = Sized(growing(60))
-    assert_same(collect(kind, dataset, num_workers=2, batch_size=1), collect("torch", dataset, batch_size=1))
 
 
 @pytest.mark.parametrize("kind", BOTH)

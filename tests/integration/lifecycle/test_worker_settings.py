@@ -13,9 +13,8 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import DataLoader
-from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers
-from tests.helpers.running import BOTH, assert_like_torch, collect, outcomes
+from tests.helpers.running import BOTH, assert_like_torch, collect
 
 
 class Facts(Dataset[Any]):
@@ -87,25 +86,6 @@ def test_worker_init_fn_comes_first(kind: str) -> None:
     )
     assert [batch[0][:3] for batch in run.epochs[0]] == [[i, i % 2, i % 2] for i in range(5)]
     assert not hasattr(Marked(), "marks")
-
-
-def fail_in_second(worker: int) -> None:
-    if worker == 1:
-        raise KeyError("no such key")
-
-
-@pytest.mark.parametrize("kind", BOTH)
-def test_error_of_worker_init_fn(kind: str) -> None:
-    """The error replaces that worker's first batch, with torch's text; the other worker's batch is delivered."""
-    options: dict[str, Any] = {"num_workers": 2, "worker_init_fn": fail_in_second, "batch_size": 2}
-    expected = outcomes("torch", Numbers(4), **options)
-    got = outcomes(kind, Numbers(4), **options)
-    assert_same(got[0], expected[0])
-    assert got[1][0] is expected[1][0] is KeyError
-    head = "Caught KeyError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\n"
-    assert got[1][1].startswith(head)
-    assert expected[1][1].startswith(head)
-    assert "fail_in_second" in got[1][1]
 
 
 def test_main_process_keeps_its_state() -> None:

@@ -69,19 +69,6 @@ def test_shared_memory_does_not_count() -> None:
     assert MUCH - LITTLE < both < MUCH + LITTLE
 
 
-def _less() -> int:
-    memory = touched(MUCH)
-    footprint = PrivateMemory()
-    memory.close()
-    return footprint.growth()
-
-
-@linux
-def test_less_than_at_the_beginning_is_negative() -> None:
-    """A worker that frees memory of its start-up has shrunk."""
-    assert in_child(_less).result < -(MUCH - LITTLE)
-
-
 def _inherited(memory: mmap.mmap) -> tuple[int, int]:
     footprint = PrivateMemory()
     begun = footprint.growth()

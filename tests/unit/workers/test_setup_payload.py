@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import threading
@@ -13,7 +12,7 @@ from torch.utils.data import default_collate
 
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
-from asyncloader.workers.setup_payload import InheritedFd, Payload, explain_unpicklable
+from asyncloader.workers.setup_payload import Payload, explain_unpicklable
 
 
 class Counted:
@@ -160,21 +159,6 @@ def test_unpicklable_setup_leaves_nothing_behind() -> None:
     assert payload.load().dataset == [1]
 
 
-@pytest.mark.thorough
-def test_descriptor_travels_as_an_argument() -> None:
-    """An `InheritedFd` arrives in a spawned child as a descriptor of the same file."""
-    context = multiprocessing.get_context("spawn")
-    read, write = os.pipe()
-    assert run_children(context, child_writes, InheritedFd(write)) == [0]
-    os.close(write)
-    assert os.read(read, 10) == b"hello"
-    os.close(read)
-
-
-def child_writes(number: int, fd: InheritedFd) -> None:
-    os.write(fd.fd, b"hello")
-
-
 def local_function() -> Any:
     return lambda value: value
 
@@ -197,12 +181,6 @@ def test_the_unpicklable_part_is_named(kind: str) -> None:
     assert text is not None
     assert text.startswith(words)
     assert " cannot be pickled, as all that goes to workers must be unless they are forked. " in text
-
-
-def test_a_picklable_setup_needs_no_explanation() -> None:
-    """Parts that can only be passed to a child are no fault."""
-    context = torch.multiprocessing.get_context("spawn")
-    assert explain_unpicklable(setup(Data(lock=context.Lock(), shared=torch.zeros(2).share_memory_()))) is None
 
 
 def test_long_values_are_shortened() -> None:

@@ -270,14 +270,3 @@ def test_signal_is_one_that_nobody_uses() -> None:
     process.join(SECONDS)
     assert process.exitcode == 0
     process.close()
-
-
-def test_main_process_keeps_its_handlers() -> None:
-    """A pipe, a worker and a reader change no handler of this process."""
-    before = [signal.getsignal(number) for number in signal.valid_signals()]
-    caught = [stacks._catches(os.getpid(), number) for number in range(1, signal.SIGRTMAX + 1)]
-    with worker(waiting_in_python) as one:
-        one.reader.read()
-        assert one.reader.signal is not None
-        assert [signal.getsignal(number) for number in signal.valid_signals()] == before
-        assert [stacks._catches(os.getpid(), number) for number in range(1, signal.SIGRTMAX + 1)] == caught

@@ -61,20 +61,6 @@ def test_a_concurrent_workers_tasks_begin_when_they_are_given(clock: Clock, on_t
     assert on_timeout == [(0, 5.0)]
 
 
-def test_a_task_after_a_pause_has_its_whole_time(clock: Clock, on_timeout: Timeouts) -> None:
-    """The time counts from when the task was given, not from the answer before."""
-    watchdog = watching(clock, on_timeout)
-    watchdog.assigned(0, 0)
-    clock.at(1)
-    watchdog.answered(0, 0)
-    clock.at(100)
-    watchdog.assigned(0, 1)
-    clock.at(104.9)
-    assert on_timeout == []
-    clock.at(105)
-    assert on_timeout == [(0, 5.0)]
-
-
 def test_each_worker_has_its_own_deadline(clock: Clock, on_timeout: Timeouts) -> None:
     """A timeout of one worker does not affect others; the timer continues for them."""
     watchdog = watching(clock, on_timeout, workers=3)
@@ -105,17 +91,6 @@ def test_start_up_has_a_minute(clock: Clock, on_timeout: Timeouts) -> None:
     assert on_timeout == []
     clock.at(10 + START_SECONDS)
     assert on_timeout == [(0, START_SECONDS)]
-
-
-def test_a_longer_time_holds_for_start_up_too(clock: Clock, on_timeout: Timeouts) -> None:
-    """A time limit of ten minutes per task also holds for start-up."""
-    watchdog = TaskWatchdog(clock, 600.0, 1, concurrent=False, catch_up=nothing_sent, on_timeout=on_timeout)
-    watchdog.starts(0)
-    watchdog.assigned(0, 0)
-    clock.at(599)
-    assert on_timeout == []
-    clock.at(600)
-    assert on_timeout == [(0, 600.0)]
 
 
 def test_the_first_task_begins_with_the_end_of_start_up(clock: Clock, on_timeout: Timeouts) -> None:

@@ -44,14 +44,6 @@ def test_thresholds_of_the_user_stand() -> None:
     assert told("gc.set_threshold(5000, 5, 5); tune(concurrent=True); print(gc.get_threshold())") == "(5000, 5, 5)"
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("variables", [{}, {"MALLOC_ARENA_MAX": "2"}], ids=["ours", "the user's"])
-def test_memory_still_works(variables: dict[str, str]) -> None:
-    """Large blocks can be allocated and freed under the settings, ours or the user's own."""
-    code = "tune(concurrent=True)\nfor n in range(50): x = bytearray(3 << 20); x[-1] = n\nprint(x[-1])"
-    assert told(code, **variables) == "49"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 @pytest.mark.parametrize("concurrent", [False, True])
 def test_freed_samples_leave_their_pages(concurrent: bool) -> None:

@@ -175,14 +175,6 @@ def test_a_state_that_cannot_be_saved_is_told_and_not_raised(dataset: Any, itera
     assert read(bookmark.after_batch(8, ended=True)).batches == 2
 
 
-def test_a_state_of_none_is_a_state_that_is_not_there() -> None:
-    """A part whose state is None is not given a state back."""
-    dataset = Part(None)
-    cursor = read(begun(dataset).after_batch(1, ended=False))
-    begun(dataset, cursor=cursor)
-    assert dataset.calls == ["save dataset"]
-
-
 def test_the_beginning_is_a_place_too() -> None:
     """Before the first batch the cursor is that of the beginning; afterwards `initial` returns None."""
     bookmark = begun(Part("D"), iter([1]))

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 from torch.utils.data import Subset
 
-from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample, substitute_index
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import sample_rng
-from asyncloader.workers.fetch.setup import EpochStart
 from tests.unit.workers.fetch.raising import (
-    LENGTH,
     MODES,
     REFILL,
     SEEDED,
@@ -159,30 +157,6 @@ async def test_a_cancelled_fetch_is_not_skipped() -> None:
 
 
 # -------------------------------------------------------------------------------------- substitutes and functions
-
-
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
-async def test_lost_samples_are_refilled(kind: Any) -> None:
-    """(seed, epoch, position) give the substitute's index and its numbers, however batches are cut."""
-    raising = [index for index in range(LENGTH) if index % 4 == 1]
-    batch = [0, 1, 2, 5]
-    bad: list[SkippedSample] = []
-    one = reader(kind(*raising), REFILL, seeded=SEEDED)
-    found = await fetch(one, (30, batch), bad)
-    assert len(found) == 4
-    for position, index in ((31, 1), (33, 5)):
-        tried = [substitute_index(3, 0, position, attempt, LENGTH) for attempt in range(16)]
-        good = next(at for at in tried if at not in raising)
-        records = [record for record in bad if record.position == position]
-        assert [record.index for record in records] == [index, *tried[: tried.index(good)]]
-        assert [record.substitute for record in records] == [good] + [None] * (len(records) - 1)
-        single = AsyncMap() if one.asynchronous else Map()
-        (fresh,) = await fetch(reader(single, seeded=SEEDED), (position, [good]))
-        assert found[position - 30][:2] == fresh[:2]
-    halves = [await fetch(reader(kind(*raising), REFILL, seeded=SEEDED), (30 + i, batch[i : i + 2])) for i in (0, 2)]
-    assert [sample[:2] for half in halves for sample in half] == [sample[:2] for sample in found]
-    (third,) = await fetch(reader(kind(*raising), REFILL, seeded=SEEDED, start=EpochStart(epoch=1)), (31, [1]))
-    assert third[1] != found[1][1]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -53,25 +53,6 @@ def test_each_sample_has_the_numbers_of_its_position() -> None:
     assert batch == [(7, at_sample(10)), (3, at_sample(11)), (7, at_sample(12))]
 
 
-def test_batches_may_be_cut_anywhere() -> None:
-    """A sample is equal alone, in a small batch, and in a large batch."""
-    one = fetcher(Drawing())
-    large = one.fetch((4, [0, 1, 2, 3]))
-    assert one.fetch((4, [0, 1])) + one.fetch((6, [2, 3])) == large
-    single = fetcher(Drawing(), auto=False)
-    assert [single.fetch((4 + i, i)) for i in range(4)] == large
-
-
-def test_replicas_stand_apart() -> None:
-    """Where a sampler shards, the positions of neighbours differ by the number of replicas."""
-    assert fetcher(Drawing(), replicas=3).fetch((2, [8, 9])) == [(8, at_sample(2)), (9, at_sample(5))]
-
-
-def test_an_empty_batch_is_one() -> None:
-    """Without indices the batch has no samples."""
-    assert fetcher(Drawing()).fetch((2, [])) == []
-
-
 def test_batches_made_at_once_are_seeded_at_once() -> None:
     """`__getitems__` has the batch's numbers; without automatic batching it is not used, as in torch."""
     assert fetcher(Getitems()).fetch((6, [1, 2])) == [(1, None), (2, None), at_batch(6)]
@@ -103,14 +84,6 @@ def test_samples_through_views_are_seeded_one_by_one() -> None:
     ((first, second),) = fetcher(pair).fetch((5, [1]))
     assert first == (1, at_sample(5))
     assert second[1] != first[1]  # the second goes on with the same sample's numbers
-
-
-def test_an_error_is_the_datasets() -> None:
-    """A sample's error is raised unchanged, and the next batch is not affected."""
-    one = fetcher({0: 1})
-    with pytest.raises(KeyError):
-        one.fetch((0, [5]))
-    assert one.fetch((0, [0])) == [1]
 
 
 def test_the_end_of_a_substitute_is_not_the_end_of_the_epoch() -> None:

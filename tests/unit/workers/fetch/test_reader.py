@@ -38,14 +38,6 @@ class Map:
         self.epochs.append(epoch)
 
 
-class StatefulMap(Map):
-    def state_dict(self) -> dict[str, Any]:
-        return {"read": self.read}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.read = state["read"]
-
-
 class Stream(IterableDataset[Any]):
     """A stream without a state; records its calls."""
 
@@ -119,11 +111,6 @@ class TwoStates(Stream):
         self.length = state["length"]
 
 
-class Forgetful(StatefulStream):
-    def state_dict(self) -> dict[str, Any]:
-        raise RuntimeError("nothing to say")
-
-
 def plain(samples: Any) -> Any:
     return list(samples)
 
@@ -169,51 +156,7 @@ def batches(one: DatasetReader, count: int = 100) -> tuple[list[Any], Cursor | N
     return found, None if cursor is None else cursor.value
 
 
-STREAMS = {"own state": StatefulStream, "two states": TwoStates}
 MODES: dict[str, Any] = {"torch": None, "seeded": SEEDED}
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("kind", STREAMS)
-def test_a_stream_goes_on_at_any_batch(kind: str, drop_last: bool) -> None:
-    """From the cursor after each batch another copy gives the rest with its random numbers; also at the end."""
-    whole, _ = batches(reader(STREAMS[kind](), seeded=SEEDED, drop_last=drop_last))
-    assert len(whole) == (5 if drop_last else 6)
-    for count in range(1, len(whole) + 1):
-        _, cursor = batches(reader(STREAMS[kind](), seeded=SEEDED, drop_last=drop_last), count)
-        assert cursor is not None
-        assert (cursor.batches, cursor.samples) == (count, min(2 * count, LENGTH))
-        again = reader(STREAMS[kind](), EpochStart(cursor=cursor), seeded=SEEDED, drop_last=drop_last)
-        rest, last = batches(again)
-        assert rest == whole[count:]
-        assert last is None or last.batches == len(whole)
-
-
-def test_the_order_of_restoring_is_torchdatas() -> None:
-    """The dataset is restored first, then ``iter(dataset)`` is called, then the iterator is restored."""
-    dataset = TwoStates()
-    cursor = Cursor(2, 4, False, {"length": 7}, {"place": 4})
-    rest, _ = batches(reader(dataset, EpochStart(cursor=cursor)))
-    assert dataset.calls == ["load dataset", "iter", "load iterator"]
-    assert [[number for number, _ in batch] for batch in rest] == [[4, 5], [6]]
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("every", [2, 4])
-def test_between_snapshots_batches_are_read_and_dropped(mode: str, every: int) -> None:
-    """The cursor is some batches old; batches delivered since are read again, but not given again."""
-    whole, _ = batches(reader(StatefulStream(), seeded=SEEDED))
-    first = reader(StatefulStream(), seeded=MODES[mode], snapshot_every=every)
-    _, cursor = batches(first, every)
-    assert cursor is not None
-    assert batches(first, 1)[1] is None
-    start = EpochStart(cursor=cursor, skip=1)
-    again = reader(StatefulStream(), start, seeded=MODES[mode], snapshot_every=1)
-    rest, last = batches(again)
-    if mode == "seeded":
-        assert rest == whole[every + 1 :]
-    assert [[n for n, _ in batch] for batch in rest] == [[n for n, _ in batch] for batch in whole[every + 1 :]]
-    assert (last.batches if last else len(whole)) == len(whole)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -255,56 +198,6 @@ def test_a_stream_that_had_ended_stays_at_its_end() -> None:
     assert cursor.ended
     assert cursor.dataset == {"at": 0}
     assert batches(reader(StatefulStream(), EpochStart(cursor=cursor)))[0] == []
-
-
-def test_a_new_epoch_begins_anew() -> None:
-    """After a resumed epoch the next is complete; in seeded mode with other random numbers."""
-    _, cursor = batches(reader(StatefulStream(), seeded=SEEDED), 3)
-    one = reader(StatefulStream(), EpochStart(cursor=cursor), seeded=SEEDED)
-    batches(one)
-    one.begin(EpochStart(epoch=1))
-    second, last = batches(one)
-    assert [n for batch in second for n, _ in batch] == list(range(LENGTH))
-    assert last is not None
-    assert last[:3] == (6, LENGTH, True)
-    assert second == batches(reader(StatefulStream(), EpochStart(epoch=1), seeded=SEEDED))[0]
-    assert second != batches(reader(StatefulStream(), seeded=SEEDED))[0]
-
-
-def test_streams_are_numbered_over_all_ranks() -> None:
-    """Each worker of each rank has a stream with its own random numbers, which depend only on the stream's number."""
-
-    def of(worker_id: int, first_stream: int) -> Any:
-        seeded = SEEDED._replace(first_stream=first_stream)
-        return batches(reader(Stream(), seeded=seeded, worker_id=worker_id))[0]
-
-    assert of(1, 2) == of(0, 3) == of(3, 0)
-    assert of(0, 2) != of(0, 3)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_map_datasets_state_is_kept(mode: str) -> None:
-    """The state is saved after each batch for every `snapshot_every` but 0."""
-    one = reader(StatefulMap(), seeded=MODES[mode], snapshot_every=5)
-    index = (0, [0, 1]) if mode == "seeded" else [0, 1]
-    one.fetch(index)
-    packed = one.cursor()
-    assert packed is not None
-    cursor = packed.value
-    assert cursor == Cursor(1, 0, False, {"read": 2}, None)
-    dataset = StatefulMap()
-    reader(dataset, EpochStart(cursor=cursor, skip=3), snapshot_every=5)
-    assert dataset.read == 2  # its batches are not read again
-    silent = reader(StatefulMap(), snapshot_every=0)
-    silent.fetch([0])
-    assert silent.cursor() is None
-
-
-def test_a_state_that_cannot_be_had_spoils_no_batch() -> None:
-    """The batches are given; the cursor has the error instead of a state."""
-    found, cursor = batches(reader(Forgetful()), 2)
-    assert [[n for n, _ in batch] for batch in found] == [[0, 1], [2, 3]]
-    assert cursor == Cursor(2, 0, False, None, None, "RuntimeError: nothing to say")
 
 
 @pytest.mark.parametrize("mode", MODES)

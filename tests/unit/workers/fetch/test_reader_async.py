@@ -38,12 +38,6 @@ class Map:
         return index, first, drawn()
 
 
-class Getitems(Map):
-    async def __getitems__(self, indices: list[int]) -> Any:
-        await asyncio.sleep(0)
-        return [(index, drawn()) for index in indices]
-
-
 class Careless(Map):
     """Draws from the process-global generators."""
 
@@ -61,33 +55,6 @@ class Stream:
         for number in range(self.length):
             await asyncio.sleep(0)
             yield number, drawn()
-
-
-class StreamIterator:
-    """An asynchronous iterator with a state."""
-
-    at = 0
-
-    def __aiter__(self) -> StreamIterator:
-        return self
-
-    async def __anext__(self) -> Any:
-        if self.at == LENGTH:
-            raise StopAsyncIteration
-        self.at += 1
-        await asyncio.sleep(0)
-        return self.at - 1, drawn()
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.at = state["at"]
-
-
-class StatefulStream:
-    def __aiter__(self) -> StreamIterator:
-        return StreamIterator()
 
 
 class Broken(Stream):
@@ -151,20 +118,6 @@ async def test_concurrent_samples_have_their_own_numbers(view: bool) -> None:
     found = await asyncio.gather(*(one.fetch_async((10 * i, index)) for i, index in enumerate(indices)))
     for i, (batch, index) in enumerate(zip(found, indices, strict=True)):
         assert batch == [(number, *at_sample(10 * i + place)) for place, number in enumerate(index)]
-
-
-async def test_replicas_stand_apart() -> None:
-    """Where a sampler shards, the positions of neighbours differ by the number of replicas."""
-    batch = await reader(Map(), seeded=SEEDED._replace(replicas=4)).fetch_async((2, [5, 6]))
-    assert batch == [(5, *at_sample(2)), (6, *at_sample(6))]
-
-
-async def test_batches_made_at_once_are_seeded_at_once() -> None:
-    """`__getitems__` has the numbers of its batch; batches that are made at the same time do not mix."""
-    one = reader(Getitems())
-    found = await asyncio.gather(*(one.fetch_async((position, [1, 2])) for position in (0, 5)))
-    assert found == [await one.fetch_async((position, [1, 2])) for position in (0, 5)]
-    assert found[0] != found[1]
 
 
 @pytest.mark.parametrize("in_worker", [False, True])
@@ -238,22 +191,3 @@ async def test_a_beginning_that_failed_is_tried_again() -> None:
     with pytest.raises(OSError, match="not yet"):
         await one.fetch_async(None)
     assert numbers(await rest_of(one)) == [8, 9, 10]
-
-
-@pytest.mark.parametrize("seeded", [None, SEEDED])
-async def test_a_stateful_stream_goes_on_at_any_batch(seeded: Any) -> None:
-    """From the cursor after each batch another copy gives the rest, with equal numbers."""
-    whole = await rest_of(reader(StatefulStream(), seeded=SEEDED))
-    for count in range(1, 7):
-        one = reader(StatefulStream(), seeded=seeded)
-        packed = None
-        for _ in range(count):
-            await one.fetch_async(None)
-            packed = one.cursor()
-        assert packed is not None
-        cursor = packed.value
-        assert (cursor.batches, cursor.iterator) == (count, {"at": min(2 * count, LENGTH)})
-        rest = await rest_of(reader(StatefulStream(), EpochStart(cursor=cursor), seeded=seeded))
-        assert numbers(rest) == numbers(whole[count:])
-        if seeded is not None:
-            assert rest == whole[count:]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +18,6 @@ from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.seeding import (
     GlobalDrawCheck,
-    SampleRng,
     SampleSeeder,
     derive,
     global_generators_kept,
@@ -136,22 +133,6 @@ def test_global_generators_differ_from_one_another() -> None:
     assert int(np.random.randint(1 << 32, dtype=np.uint32)) != int(torch.randint(1 << 32, ()).item())
 
 
-@pytest.mark.thorough
-def test_the_same_in_another_process() -> None:
-    """Nothing depends on the process, such as its hash seed."""
-    program = (
-        "from asyncloader.workers.fetch.seeding import SampleSeeder, sample_rng\n"
-        "SampleSeeder(5, 2, 3).sample(9)\n"
-        "import random, numpy, torch\n"
-        "print([random.random(), float(numpy.random.random()), float(torch.rand(()))])\n"
-        "r = sample_rng()\n"
-        "print([r.random.random(), float(r.numpy.random()), float(torch.rand((), generator=r.torch))])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    expected = of_sample(5, 2, 9, 3)
-    assert done.stdout == "".join(f"{list(three)}\n" for three in expected)
-
-
 # ------------------------------------------------------------------------------------------ sample_rng
 
 
@@ -193,17 +174,6 @@ def test_own_generators_leave_the_global_ones_alone() -> None:
     assert global_states() == before
 
 
-@pytest.mark.parametrize("key", [0, 1, 2, 3, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
-def test_any_key_will_do(key: int) -> None:
-    """All 64 bits of a key are valid for every generator, own and global."""
-    rng = SampleRng(key)
-    drawn = rng.random.random(), float(rng.numpy.random()), float(torch.rand((), generator=rng.torch))
-    assert len(set(drawn)) == 3
-    seeder = SampleSeeder(0, 0)
-    seeder._begin(key)
-    assert len(set(globals_drawn())) == 3
-
-
 def test_outside_of_samples_generators_follow_torchs() -> None:
     """Elsewhere each call gives new generators, seeded by one draw from torch's global generator."""
     torch.manual_seed(1)
@@ -213,16 +183,6 @@ def test_outside_of_samples_generators_follow_torchs() -> None:
     torch.manual_seed(1)
     assert (own_drawn(), own_drawn()) == (first, second)
     assert float(torch.rand(())) == after
-
-
-def test_a_sample_ends_with_the_loading() -> None:
-    """In the caller's process no sample is current after the loading."""
-    with global_generators_kept():
-        SampleSeeder(1, 0).sample(0)
-        rng = sample_rng()
-        assert sample_rng() is rng
-    assert sample_rng() is not rng
-    assert sample_rng() is not sample_rng()
 
 
 async def test_interleaved_coroutines() -> None:

@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 
 from asyncloader.workers.fetch.data_end import MAX_CONSECUTIVE, EndOfData, StreamErrors
-from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
-from asyncloader.workers.fetch.seeding import sample_rng
-from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 from tests.unit.workers.fetch.raising import (
     MODES,
-    SEEDED,
     SKIP,
     AsyncStream,
     BrokenAsyncGenerator,
@@ -62,16 +58,6 @@ async def test_records_before_the_end_are_not_lost(kind: Any, drop_last: bool) -
     assert [record.position for record in bad] == [4]
 
 
-@pytest.mark.parametrize("kind", [Stream, AsyncStream])
-async def test_a_stream_sample_by_sample(kind: Any) -> None:
-    """Without automatic batching each bad sample is a missing batch."""
-    bad: list[SkippedSample] = []
-    one = reader(kind(4, 1, 3), SKIP, batch_size=None, collate_fn=tuple)
-    found = await rest(one, bad)
-    assert [sample and sample[0] for sample in found] == [0, None, 2, None]
-    assert [record.position for record in bad] == [1, 3]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("batch_size", [4, 3, None])
 @pytest.mark.parametrize("kind", [BrokenGenerator, BrokenAsyncGenerator])
@@ -107,48 +93,6 @@ async def test_a_stream_that_only_raises_is_given_up(kind: Any) -> None:
     assert len(bad) == 999
     assert "1000 times in a row" in caught.value.__notes__[0]
     assert caught.value.__notes__[1] == "while reading sample number 1000 of worker 2's stream"
-
-
-@pytest.mark.parametrize("policy", [SKIP, ErrorPolicy(lambda index, error: (str(error), sample_rng().random.random()))])
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("kind", [Stream, AsyncStream])
-async def test_a_stream_with_bad_samples_goes_on_at_any_batch(kind: Any, every: int, policy: ErrorPolicy) -> None:
-    """From each cursor and the number of batches since, another copy gives the rest: samples, numbers and records."""
-    raising = (0, 5, 8, 9, 10, 11, 14, 18)
-
-    def made(start: EpochStart) -> DatasetReader:
-        return reader(kind(19, *raising), policy, seeded=SEEDED, snapshot_every=every, start=start)
-
-    async def step(one: DatasetReader) -> tuple[Any, list[SkippedSample]]:
-        bad: list[SkippedSample] = []
-        try:
-            return await fetch(one, None, bad), bad
-        except NoSamples:
-            return None, bad
-
-    one = made(EpochStart())
-    whole, cursors = [], []
-    for _ in range(5):
-        whole.append(await step(one))
-        cursors.append(one.cursor())
-    assert [len(batch) if batch else 0 for batch, _ in whole] == (
-        [3, 3, 0, 3, 2] if policy is SKIP else [4, 4, 4, 4, 3]
-    )
-    with pytest.raises(EndOfData):
-        await fetch(one)
-    cursor, skip = None, 0
-    for count, packed in enumerate(cursors, 1):
-        found = None if packed is None else packed.value
-        if found is not None and (found.batches or every == 1):
-            cursor, skip = found, count - found.batches
-        else:
-            skip = count - (0 if cursor is None else cursor.batches)
-        assert cursor is None or cursor.samples == min(4 * cursor.batches, 19)
-        again = made(EpochStart(cursor=cursor, skip=skip))
-        rest_of = [await step(again) for _ in range(5 - count)]
-        assert rest_of == whole[count:]
-        with pytest.raises(EndOfData):
-            await fetch(again)
 
 
 # ---------------------------------------------------------------------------------------------- StreamErrors alone

@@ -36,17 +36,6 @@ def fetcher(dataset: Any, *, auto: bool = True, drop_last: bool = False) -> Stre
     return StreamFetcher(aiter(dataset), SampleMaker(None, asynchronous=True), auto, lambda data: data, drop_last)
 
 
-@pytest.mark.parametrize(("drop_last", "batches"), [(False, [[0, 1], [2, 3], [4]]), (True, [[0, 1], [2, 3]])])
-async def test_async_stream_in_batches(drop_last: bool, batches: list[list[int]]) -> None:
-    """An async stream is cut into batches; the last batch may be short, or is dropped."""
-    f = fetcher(AsyncStream(5), drop_last=drop_last)
-    for batch in batches:
-        assert await f.fetch_async([0, 1]) == batch
-    for _ in range(2):
-        with pytest.raises(EndOfData):
-            await f.fetch_async([0, 1])
-
-
 async def test_concurrent_tasks_share_a_stream_in_their_order() -> None:
     """Several tasks in hand read the stream one after the other."""
     f = fetcher(AsyncStream(5))
@@ -55,33 +44,12 @@ async def test_concurrent_tasks_share_a_stream_in_their_order() -> None:
     assert isinstance(got[3], EndOfData)
 
 
-async def test_async_stream_without_batching() -> None:
-    """Without automatic batching samples are given one by one."""
-    f = fetcher(AsyncStream(2), auto=False)
-    assert [await f.fetch_async(None), await f.fetch_async(None)] == [0, 1]
-    with pytest.raises(EndOfData):
-        await f.fetch_async(None)
-
-
-async def test_error_of_a_stream_is_raised() -> None:
-    """A stream's own error is not taken for its end."""
-    f = fetcher(AsyncStream(2, ValueError("broken")), drop_last=True)
-    assert await f.fetch_async([0, 1]) == [0, 1]
-    with pytest.raises(ValueError, match="broken"):
-        await f.fetch_async([0, 1])
-
-
 # --------------------------------------------------------------------------------------------------- seeded mode
 
 
 def numbers(start: int, count: int) -> Iterator[Any]:
     for value in range(start, start + count):
         yield value, drawn()
-
-
-async def numbers_async(start: int, count: int) -> AsyncIterator[Any]:
-    for item in numbers(start, count):
-        yield item
 
 
 def seeded(stream: Any, read: int = 0, *, asynchronous: bool = False) -> StreamFetcher:
@@ -97,22 +65,6 @@ def test_a_streams_samples_are_numbered() -> None:
         with pytest.raises(EndOfData):
             stream.fetch(None)
         assert stream.samples == 3
-
-
-def test_a_stream_goes_on_by_number() -> None:
-    """A resumed stream has the samples of the complete stream."""
-    rest = seeded(numbers(2, 2), 2)
-    assert [rest.fetch(None), rest.fetch(None)] == [(i, at_sample(i, 4)) for i in (2, 3)]
-    assert rest.samples == 4
-
-
-async def test_an_async_streams_samples_are_numbered() -> None:
-    """The numbers are those of a blocking stream."""
-    stream = seeded(numbers_async(2, 2), 2, asynchronous=True)
-    assert [await stream.fetch_async(None) for _ in range(2)] == [(i, at_sample(i, 4)) for i in (2, 3)]
-    with pytest.raises(EndOfData):
-        await stream.fetch_async(None)
-    assert stream.samples == 4
 
 
 def test_an_error_in_a_stream_is_not_a_sample() -> None:

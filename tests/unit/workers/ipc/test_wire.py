@@ -16,13 +16,6 @@ def only_frame(data: bytes) -> tuple[int, bytes]:
     return frame
 
 
-def test_task_round_trip() -> None:
-    """A task carries epoch, number, slot, ring, time and the pickled index; slots may be negative marks."""
-    kind, body = only_frame(wire.pack_task(4_000_000_000, 1 << 60, wire.NO_SLOT, 9, 0.5, b"index"))
-    assert kind == wire.TASK
-    assert wire.unpack_task(body) == (4_000_000_000, 1 << 60, wire.NO_SLOT, 9, 0.5, b"index")
-
-
 def test_ring_round_trip() -> None:
     """A ring's announcement carries the number, the slots, and the bytes per slot, also beyond 4 GB."""
     kind, body = only_frame(wire.pack_ring(1, 8, 1 << 40))
@@ -60,14 +53,6 @@ def test_answer_round_trip(kind: int) -> None:
     """An answer without a batch carries epoch, number, busy seconds and a payload."""
     got, body = only_frame(wire.pack_answer(kind, 1, 2, 0.5, b"why"))
     assert (got, wire.unpack_answer(body)) == (kind, (1, 2, 0.5, b"why"))
-
-
-@pytest.mark.parametrize("cursor", [b"", b"where it stands"])
-def test_result_round_trip(cursor: bytes) -> None:
-    """A result is unpacked as it was packed, with its template and its cursor."""
-    result = RESULT._replace(cursor=len(cursor))
-    kind, body = only_frame(wire.pack_result(result, b"template", cursor))
-    assert (kind, wire.unpack_result(body)) == (wire.RESULT, (result, b"template", cursor))
 
 
 def test_same_result_leaves_the_template_out() -> None:

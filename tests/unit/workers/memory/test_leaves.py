@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.workers.memory.leaves import DTYPES, Dense, dense_leaf, dense_view, has_code, torch_dtype
+from asyncloader.workers.memory.leaves import DTYPES, dense_view, has_code, torch_dtype
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -19,19 +19,6 @@ def test_a_view_of_memory_has_dtype_and_shape() -> None:
         tensor.view(torch.uint8).fill_(1)
         nbytes = 6 * dtype.itemsize
         assert memory[:4096] == bytes(64) + b"\1" * nbytes + bytes(4096 - 64 - nbytes)
-
-
-def test_a_leaf_knows_its_place() -> None:
-    """A leaf's spec is made once its offset is known."""
-    leaf = dense_leaf((2, 3), torch.int64, 48, lambda memory, offset: None)
-    spec = leaf.spec(128)
-    assert isinstance(spec, Dense)
-    assert (spec.offset, spec.shape, DTYPES[spec.dtype], leaf.nbytes) == (128, (2, 3), torch.int64, 48)
-
-
-def test_an_empty_leaf_writes_nothing() -> None:
-    """A tensor without elements needs no write."""
-    assert dense_leaf((0, 3), torch.int64, 0, lambda memory, offset: None).write is None
 
 
 def test_numpy_dtypes_with_the_same_bits_in_torch() -> None:

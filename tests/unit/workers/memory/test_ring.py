@@ -4,7 +4,6 @@ import ctypes
 import gc
 import os
 import sys
-import threading
 import weakref
 
 import pytest
@@ -68,15 +67,6 @@ def test_last_in_first_out() -> None:
     assert [ring.take(), ring.take()] == [first, second]
 
 
-def test_a_lent_slot_comes_back_when_its_view_dies() -> None:
-    """The death of the only tensor frees the slot."""
-    ring = new_ring()
-    batch = lend(ring)
-    assert (ring.leased, free(ring)) == (1, 4)
-    del batch
-    assert (free(ring), ring.leased, ring.idle) == (5, 0, True)
-
-
 @pytest.mark.parametrize(
     "derive",
     [
@@ -101,32 +91,6 @@ def test_whatever_shares_the_memory_keeps_the_slot(derive: object) -> None:
     gc.collect()
     assert free(ring) == 4
     del view
-    assert free(ring) == 5
-
-
-def test_leases_end_in_any_order() -> None:
-    """The consumer may drop its batches in any order, and also from another thread."""
-    ring = new_ring()
-    first, second, third = lend(ring), lend(ring), lend(ring)
-    del second
-    assert free(ring) == 3
-    box = [third]
-    del third
-    thread = threading.Thread(target=box.clear)
-    thread.start()
-    thread.join()
-    assert free(ring) == 4
-    del first
-    assert free(ring) == 5
-
-
-def test_a_view_in_a_reference_cycle_is_freed_by_the_collector() -> None:
-    """A release may be made by the garbage collector."""
-    ring = new_ring()
-    box: list[object] = [lend(ring)]
-    box.append(box)
-    del box
-    gc.collect()
     assert free(ring) == 5
 
 
@@ -231,36 +195,6 @@ def test_fork_retires_leased_slots_and_no_others() -> None:
         os.waitpid(pid, 0)
         for fd in (*go, *told):
             os.close(fd)
-
-
-def test_drops_in_a_forked_child_do_not_reach_the_parent() -> None:
-    """A child that drops its copy of a batch changes nothing here."""
-    ring = new_ring()
-    install_fork_hook()
-    batch = lend(ring)
-    pid = os.fork()
-    if pid == 0:
-        del batch
-        gc.collect()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    assert free(ring) == 4
-    assert batch.tolist() == [0] * 64
-
-
-def test_rings_do_not_mix() -> None:
-    """Two rings have slots of the same numbers; each lease is released to its own ring."""
-    rings = [Ring(3, PAGE, 1, number) for number in range(2)]
-    batches = [lend(ring) for ring in rings]
-    for value in range(2):
-        batches[value].fill_(value)
-    assert [int(batch[0]) for batch in batches] == [0, 1]
-    batches.pop()
-    assert [free(ring) for ring in rings] == [2, 3]
-    batches.pop()
-    for ring in rings:
-        assert ring.idle
-        ring.close_fd()
 
 
 def test_a_view_outlives_its_ring() -> None:

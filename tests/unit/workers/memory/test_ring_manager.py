@@ -9,7 +9,7 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RUN_AHEAD_BYTES, RingManager
+from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.memory.segment import memory_limit
 
 
@@ -80,15 +80,6 @@ def test_a_bound_leaves_out_slots(manager: RingManager, room: int, slots: int) -
     got = [manager.assign(1, task)[1] for task in range(slots + 1)]
     assert sorted(got) == [wire.NO_SLOT, *range(slots)]
     assert manager.replacement(size) is None  # a ring that was sent stays
-
-
-def test_growth_takes_the_largest_of_several(manager: RingManager) -> None:
-    """Several large answers before the next task make one new ring, for the largest of them."""
-    sent(manager)
-    for seq, nbytes in enumerate([1 << 20, 1 << 22, 1 << 21]):
-        manager.assign(0, seq)
-        manager.answered(0, seq, wire.ONEOFF, nbytes)
-    assert sent(manager).slot_bytes == grown_slot_bytes(1 << 22)
 
 
 def test_old_ring_takes_back_its_own_slots(manager: RingManager) -> None:
@@ -228,36 +219,3 @@ def test_batches_that_run_ahead_have_slots(ahead: RingManager) -> None:
     ring = sent(ahead)
     assert (ring.slots, ring.credits) == (slot_count(2) + 16, 2 + 16)
     assert ahead.reorder_window == 16
-
-
-def test_slots_for_running_ahead_are_given_up_for_large_batches(ahead: RingManager) -> None:
-    """Memory allows fewer large batches to run ahead, at last none; the credits keep their slots."""
-    sent(ahead)
-    expected = {1 << 20: 16, 7 << 20: 8, 30 << 20: 1, 100 << 20: 0}
-    for seq, (nbytes, reorder_window) in enumerate(expected.items()):
-        ahead.assign(0, seq)
-        ahead.answered(0, seq, wire.ONEOFF, nbytes)
-        assert ahead.reorder_window == reorder_window  # before the new ring exists, as tasks may be given before
-        ring = sent(ahead)
-        assert ring.slots == slot_count(2) + reorder_window
-        assert ring.slot_bytes == grown_slot_bytes(nbytes)
-        assert reorder_window * ring.slot_bytes <= RUN_AHEAD_BYTES
-
-
-@pytest.mark.parametrize("reorder_window", [0, 1, 16, 1000])
-@pytest.mark.parametrize("pages", [8, 9, 10, 25, 100, 1000])
-def test_ring_bytes_is_a_bound_whatever_runs_ahead(pages: int, reorder_window: int) -> None:
-    """No ring is larger than `ring_bytes`, not even the first, however batches grow; credits keep their slots."""
-    manager = RingManager(credits=2, ring_bytes=pages * PAGE, reorder_window=reorder_window)
-    before = reorder_window
-    for seq in range(40):
-        ring = manager.replacement()
-        if ring is not None:
-            ring.close_fd()
-            assert ring.nbytes <= pages * PAGE
-            assert ring.slots == slot_count(2) + manager.reorder_window
-        assert 0 <= manager.reorder_window <= before
-        before = manager.reorder_window
-        manager.assign(0, seq)
-        manager.answered(0, seq, wire.ONEOFF, 100 << seq // 2)
-    manager.close()
