@@ -6,7 +6,7 @@ A session is a program whose `__main__` lies in no file: a notebook's kernel, an
 a program read from standard input. Its workers cannot import it, so its functions and classes are pickled by
 cloudpickle, code and all.
 
-The worker sets each as an attribute of its own `__main__`. Each is sent to a worker only once.
+The worker sets each as an attribute of its own `__main__`. An index that has one of them carries it each time.
 
 A worker that is spawned, or comes from a fork server, imports the main module of any other program. Without ``if
 __name__ == "__main__":`` the import runs the program, which makes a loader and would start workers again.
@@ -149,17 +149,13 @@ class SessionPickler(pickle.Pickler):
     Args:
         file: what to write to.
         reducers: a dispatch table that goes before cloudpickle's.
-        known: the objects that the worker has, by name; they are pickled by reference.
 
     Raises:
         ImportError: (`dump`) cloudpickle is not installed, and a function or class is defined in `__main__`.
     """
 
-    def __init__(self, file: io.BytesIO, reducers: Mapping[type, Any], known: Mapping[str, Any]) -> None:
+    def __init__(self, file: io.BytesIO, reducers: Mapping[type, Any]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._known = known
-        self.sent: dict[str, Any] = {}
-        """The objects that were pickled by value and have a name in `__main__`."""
         self._by_value: Any = None
         tables: list[Any] = [reducers, copyreg.dispatch_table]
         try:
@@ -179,9 +175,6 @@ class SessionPickler(pickle.Pickler):
         name = obj.__qualname__
         in_main = obj.__module__ == _MAIN and "<" not in name  # a local object has no name by which it could be found
         named = in_main and vars(sys.modules[_MAIN]).get(name) is obj
-        # By identity: a cell that is run again makes another object of the same name, which the worker does not have.
-        if named and self._known.get(name) is obj:
-            return NotImplemented
         if self._by_value is None:
             if in_main:
                 raise ImportError(
@@ -192,8 +185,6 @@ class SessionPickler(pickle.Pickler):
         reduced = self._by_value.reducer_override(obj)
         if not in_main:
             return reduced
-        if named:
-            self.sent[name] = obj
         make, arguments, *state = reduced
         return (_define, (name, named, make, arguments), *state)
 
@@ -209,17 +200,12 @@ def _define(name: str, named: bool, make: Callable[..., Any], arguments: tuple[A
     return made
 
 
-def dump_message(known: dict[str, Any], value: Any) -> bytes:
-    """Pickle a value for a worker that has started; `known` are the session's objects that it has, and is brought up to
-    date.
-    """
+def dump_message(value: Any) -> bytes:
+    """Pickle a value for a worker of a session that has started."""
     data = pickle.dumps(value, 5)
     # Only a pickle that contains the module's name can refer to one of the session's objects by name.
     if _MAIN.encode() not in data:
         return data
     buffer = io.BytesIO()
-    pickler = SessionPickler(buffer, {}, known)
-    pickler.dump(value)
-    # Only now, because `dump` may have raised.
-    known.update(pickler.sent)
+    SessionPickler(buffer, {}).dump(value)
     return buffer.getvalue()

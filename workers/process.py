@@ -131,7 +131,7 @@ class WorkerProcess(Watched):
         self.asked = False
         """It was asked to end."""
         self.codec: MessageCodec = PICKLE
-        self._session = {**setup.sent} if isinstance(setup, Payload) and setup.sent is not None else None
+        self._session = isinstance(setup, Payload) and setup.session
         self.process: Any = None  # set at once: a thread that forks runs the fork hook, which reads it
         self._pidfd: int | None = None
         with contextlib.ExitStack() as undo:  # if no descriptors are left
@@ -192,7 +192,7 @@ class WorkerProcess(Watched):
 
     def dumps(self, value: Any) -> bytes:
         """Pickle a value that is sent to it."""
-        return pickle.dumps(value, 5) if self._session is None else dump_message(self._session, value)
+        return dump_message(value) if self._session else pickle.dumps(value, 5)
 
     @property
     def death_fd(self) -> int:

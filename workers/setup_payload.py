@@ -95,7 +95,7 @@ class Payload:
         nbytes: bytes of the pickled set-up.
         fds: the collected descriptors.
         owners: kept alive until `close`.
-        sent: see the attribute.
+        session: see the attribute.
         beginning: replaces these parts of the pickled set-up.
         environ: the environment to be set before the user's objects are unpickled; None: it stays as it is.
     """
@@ -106,7 +106,7 @@ class Payload:
         nbytes: int,
         fds: list[int],
         owners: object = None,
-        sent: dict[str, Any] | None = None,
+        session: bool = False,
         beginning: Beginning | None = None,
         environ: dict[str, str] | None = None,
     ) -> None:
@@ -114,8 +114,8 @@ class Payload:
         self.nbytes = nbytes
         self.fds = fds
         self._owners = owners
-        self.sent = sent
-        """The objects of a session's `__main__` that the workers get by value; None: this is no session."""
+        self.session = session
+        """Whether the workers get the objects of `__main__` by value: see `notebook_pickling.py`."""
         self._beginning = beginning
         self._environ = environ
 
@@ -124,7 +124,7 @@ class Payload:
         It is valid until the original payload is closed.
         """
         beginning = Beginning(setup.starts, setup.attachment, setup.rng_state)
-        return Payload(self.fd, self.nbytes, self.fds, None, self.sent, beginning, environ)
+        return Payload(self.fd, self.nbytes, self.fds, None, self.session, beginning, environ)
 
     @classmethod
     def dump(cls, setup: WorkerSetup) -> Payload:
@@ -155,7 +155,7 @@ class Payload:
         # Only where descriptors were collected: the collector of garbage does not look into a pickler's memo, so that a
         # dataset that refers to its loader would not be freed with it.
         owners = pickler if collector.fds else None
-        return cls(fd, nbytes, collector.fds, owners, getattr(pickler, "sent", None))
+        return cls(fd, nbytes, collector.fds, owners, isinstance(pickler, SessionPickler))
 
     def __reduce__(self) -> Any:
         fds = [InheritedFd(fd) for fd in self.fds]
@@ -191,7 +191,7 @@ class Payload:
 def _pickler(buffer: io.BytesIO) -> reduction.ForkingPickler | SessionPickler:
     plain = reduction.ForkingPickler(buffer, pickle.HIGHEST_PROTOCOL)
     # With the reductions that multiprocessing and torch have registered.
-    return SessionPickler(buffer, plain.dispatch_table, {}) if in_session() else plain
+    return SessionPickler(buffer, plain.dispatch_table) if in_session() else plain
 
 
 def _received_payload(

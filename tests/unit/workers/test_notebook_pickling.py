@@ -54,29 +54,18 @@ def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
     assert vars(main)["__file__"] == "<stdin>"
 
 
-def test_what_a_worker_has_is_referred_to_by_name(main: ModuleType) -> None:
-    """The first message has the class; after the cell has run again, the next message has the new class."""
+def test_a_message_carries_what_it_names(main: ModuleType) -> None:
+    """A message that names a session's class has the class; any other costs no more than in a script."""
     pytest.importorskip("cloudpickle")
-    row, known = define(main), dict[str, Any]()
-    first = dump_message(known, row(1))
-    assert known == {"Row": row}
-    assert dump_message(known, row(1)) == pickle.dumps(row(1), 5) != first
-    again = define(main)
-    assert b"cloudpickle" in dump_message(known, again(1))
-    assert known == {"Row": again}
-
-
-def test_a_message_that_does_not_name_main_is_plain_pickle(main: ModuleType) -> None:
-    """A list of indices costs no more than in a script; text that looks like the name does no harm."""
+    row = define(main)
+    assert dump_message([row(1)]) != pickle.dumps([row(1)], 5)
     for value in ([1, 2, 3], {"rows": (4, 5)}, ["__main__"]):
-        known = dict[str, Any]()
-        assert pickle.loads(dump_message(known, value)) == value
-        assert not known
-    assert dump_message({}, [1, 2, 3]) == pickle.dumps([1, 2, 3], 5)
+        assert pickle.loads(dump_message(value)) == value
+    assert dump_message([1, 2, 3]) == pickle.dumps([1, 2, 3], 5)
 
 
 def test_without_cloudpickle_a_message_says_what_to_do(main: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the index's class, and its worker is sent nothing that it could not unpickle."""
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(ImportError, match=r"Row is defined in __main__ .*asyncloader\[notebook\]"):
-        dump_message({}, define(main)(1))
+        dump_message(define(main)(1))
