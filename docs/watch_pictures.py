@@ -77,6 +77,7 @@ class Watched:
 def watch_a_run() -> None:
     """Take the pictures of "Watch a run"."""
     from rich.console import Console
+    from rich.text import Text
 
     from asyncloader.commands.top import describe, view
     from asyncloader.live.client import open_sockets, receive_all
@@ -91,7 +92,7 @@ def watch_a_run() -> None:
             receive_all([opened], 5)
         opened.close()
         console = Console(record=True, width=120, file=Path("/dev/null").open("w"))  # noqa: SIM115
-        console.print(view(describe([opened.latest or {}]), 120))
+        console.print(Text.from_ansi(view(describe([opened.latest or {}]), 120, 60)))
         (FOLDER / "watch-top.svg").write_text(console.export_svg(title="asyncloader top"))
         run.close()
 

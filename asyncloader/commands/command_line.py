@@ -11,7 +11,7 @@ import stat
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,17 +148,16 @@ def _run(command: str, flags: dict[str, Any]) -> int:
 def _report(command: str, flags: dict[str, Any], findings: list[Finding]) -> int:
     """Run a command that has findings; they are appended to the list as they are made."""
     from asyncloader.commands.findings import document, has_problem
-    from asyncloader.commands.terminal import FindingPrinter, print_json, quiet_output
+    from asyncloader.commands.terminal import encode_all, print_finding, print_json, quiet_output
 
     if flags.get("file"):
         _check_regular(flags["file"])
-    printer = None if flags["json"] else FindingPrinter(_heading(command, flags))
-    context: AbstractContextManager[Any] = quiet_output() if printer is None else printer
-    with context:
+    encode_all(sys.stdout)
+    with quiet_output() if flags["json"] else nullcontext():
         for finding in _findings(command, flags):
             findings.append(finding)
-            if printer is not None:
-                printer.print(finding)
+            if not flags["json"]:
+                print_finding(finding)
     if flags["json"]:
         print_json(document(findings))
     return int(has_problem(findings))
@@ -176,12 +175,6 @@ def _check_regular(file: Path) -> None:
         raise IsADirectoryError(f"{file} is a directory: give a file in it")
     if not stat.S_ISREG(mode):
         raise ValueError(f"{file} is no regular file: write its content to one")
-
-
-def _heading(command: str, flags: dict[str, Any]) -> str:
-    """The command and what it examines, in a line."""
-    subject = flags.get("target") or flags.get("file") or " ".join(flags.get("urls", ()))
-    return " ".join(map(str, filter(None, ("asyncloader", command, flags.get("action"), subject))))
 
 
 def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:

@@ -9,9 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
-NAME_WIDTH = 22
-"""Of the column of names, with a space behind them."""
+_MARKS = {"ok": "ok", "note": "--", "problem": "!!"}
+_NAME_WIDTH = 22  # of the column of names, with a space behind them
 
 _DEEPEST = 20  # levels of a JSON document
 _MOST_BITS = 1024  # of an integer: Python writes no integer of thousands of digits, and other languages read none
@@ -37,10 +36,10 @@ class Finding(NamedTuple):
 
 def as_lines(finding: Finding) -> str:
     """Return a finding's line, and one with its advice."""
-    below = "\n" + " " * (NAME_WIDTH + 4)
+    below = "\n" + " " * (_NAME_WIDTH + 4)
     # Names and texts have parts of files, which may look like a line of another finding.
     text = below.join(map(printable, finding.text.split("\n")))
-    line = f"{MARKS[finding.state]}  {printable(finding.name):{NAME_WIDTH - 1}} {text}"
+    line = f"{_MARKS[finding.state]}  {printable(finding.name):{_NAME_WIDTH - 1}} {text}"
     return f"{line}{below}-> {printable(finding.advice)}" if finding.advice else line
 
 

@@ -1,9 +1,9 @@
-"""Prints on standard output and standard error: in a terminal with colours and tables, elsewhere as lines or JSON.
+"""Prints on standard output and standard error: lines, whose marks have colours in a terminal, or JSON.
 
-Data path: findings -> [terminal] -> rich, where it is installed.
+Data path: findings -> [terminal].
 
-Plain lines are the same on every machine, and are not wrapped: programs read them. All texts are given to rich as
-`Text`, and without their control characters: names in data may look like rich's markup, or like commands to a terminal.
+Lines are the same on every machine, and are not wrapped: programs read them. They have no control characters of names
+in data, which a terminal would obey.
 """
 
 from __future__ import annotations
@@ -12,21 +12,13 @@ import io
 import json
 import os
 import sys
-from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, TextIO
 
-from asyncloader.commands.findings import MARKS, NAME_WIDTH, Finding, as_lines, plain, printable
+from asyncloader.commands.findings import Finding, as_lines, plain, printable
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-_STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
-_ADVICE = "cyan"
+_COLOURS = {"ok": "32", "note": "33", "problem": "1;31"}
 
 
 class CannotPrint(Exception):
@@ -41,36 +33,21 @@ class CannotPrint(Exception):
         self.error = error
 
 
-class FindingPrinter:
-    """Prints findings on standard output as they are made. In a terminal they are rows below a heading, and the last
-    line counts problems and notes.
+def print_finding(finding: Finding) -> None:
+    """Print a finding on standard output, at once. Raises as `print_line`."""
+    print_line(coloured(finding, as_lines(finding)) if has_colours(sys.stdout) else as_lines(finding))
 
-    Args:
-        heading: what is examined.
-    """
 
-    def __init__(self, heading: str) -> None:
-        encode_all(sys.stdout)
-        self._console = console_of(sys.stdout)
-        self._heading = heading
-        self._counts: Counter[str] = Counter()
+def coloured(finding: Finding, line: str) -> str:
+    """Return a finding's line, which begins with its mark, with the mark in colour."""
+    return f"\x1b[{_COLOURS[finding.state]}m{line[:2]}\x1b[0m{line[2:]}"
 
-    def __enter__(self) -> Self:
-        if self._console is not None:
-            self._console.rule(text(printable(self._heading), "bold"), align="left")
-        return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if self._console is not None and kind is None:
-            self._console.print(_summary(self._counts))
-
-    def print(self, finding: Finding) -> None:
-        """Print a finding."""
-        self._counts[finding.state] += 1
-        if self._console is None:
-            print_line(as_lines(finding))
-        else:
-            self._console.print(row(finding, self._console.width))
+def has_colours(stream: TextIO | None) -> bool:
+    """Whether a stream is a terminal that has colours, and is to show them."""
+    return (
+        stream is not None and stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    )
 
 
 def print_line(line: str) -> None:
@@ -121,19 +98,6 @@ def discard(stream: TextIO | None) -> None:
         os.close(nowhere)
 
 
-def console_of(stream: TextIO | None) -> Console | None:
-    """Return rich's console for a stream. None: plain lines are to be printed, because the stream is no terminal, or
-    one without colours (``NO_COLOR``, ``TERM=dumb``), or rich is not installed.
-    """
-    if stream is None or not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
-        return None
-    if find_spec("rich") is None:
-        return None
-    from rich.console import Console
-
-    return Console(file=stream, markup=False, emoji=False, highlight=False)
-
-
 def encode_all(stream: TextIO | None) -> None:
     """Have characters that the stream's encoding lacks printed as escapes; they would raise."""
     if isinstance(stream, io.TextIOWrapper):
@@ -144,44 +108,7 @@ def encode_all(stream: TextIO | None) -> None:
 def print_error(command: str, why: str) -> None:
     """Print on standard error why a command could not be carried out, if it can be written."""
     encode_all(sys.stderr)
-    console, head = console_of(sys.stderr), f"asyncloader {command}:"
-    line = printable(why)
     try:
-        if console is None:
-            print(head, line, file=sys.stderr, flush=True)  # noqa: T201 - a command's own words
-        else:
-            console.print(text(head, "bold red"), text(line))
+        print(f"asyncloader {command}:", printable(why), file=sys.stderr, flush=True)  # noqa: T201 - a command's own words
     except (OSError, ValueError):  # ValueError: user code has closed it
         discard(sys.stderr)
-
-
-def row(finding: Finding, width: int) -> Table:
-    """Return a finding as a row: its mark, its name, and its text with the advice below."""
-    from rich.table import Table
-
-    made = Table.grid(padding=(0, 1, 0, 0), expand=True)
-    made.add_column(width=2)
-    made.add_column(width=max(4, min(NAME_WIDTH - 1, width // 3)), overflow="fold")
-    made.add_column(ratio=1, overflow="fold")
-    words = text(finding.text)
-    if finding.advice:
-        words.append("\n")
-        words.append_text(text(f"-> {finding.advice}", _ADVICE))
-    mark = text(MARKS[finding.state], _STYLES[finding.state])
-    made.add_row(mark, text(printable(finding.name), "bold"), words)
-    return made
-
-
-def _summary(counts: Counter[str]) -> Text:
-    problems, notes = counts["problem"], counts["note"]
-    words = f"{problems or 'no'} problem{'s' * (problems != 1)}"
-    if notes:
-        words += f", {notes} note{'s' * (notes != 1)}"
-    return text(words, _STYLES["problem" if problems else "ok"])
-
-
-def text(words: str, style: str = "") -> Text:
-    """Return a text for rich, without control characters but ends of lines. Nothing in it is markup."""
-    from rich.text import Text
-
-    return Text("\n".join(map(printable, words.split("\n"))), style, overflow="fold")

@@ -2,23 +2,23 @@
 
 Data path: live_server -> client -> [top] -> terminal.
 
-A terminal gets a view that is renewed each second, where rich is installed; a pipe gets the figures of one second, in
-the same lines.
+A terminal gets a view that is renewed each second; a pipe gets the figures of one second, in the same lines.
 """
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncloader.bridge import run_in_thread
-from asyncloader.commands.findings import Finding, has_problem, in_bytes, printable
-from asyncloader.commands.terminal import FindingPrinter, console_of, encode_all, print_json, print_line, row, text
+from asyncloader.commands.findings import Finding, as_lines, has_problem, in_bytes, printable
+from asyncloader.commands.terminal import coloured, encode_all, has_colours, print_finding, print_json, print_line
 from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all, relay
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import summary
@@ -26,6 +26,8 @@ from asyncloader.live.snapshot import summary
 _PATIENCE_S = 5.0
 _PERIOD_S = 1.5  # a snapshot comes each second
 _MOST_PORT = (1 << 16) - 1
+# Commands to a terminal.
+_OTHER_SCREEN, _FIRST_SCREEN, _CLEAR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H\x1b[J"
 
 T = TypeVar("T")
 Snapshot = dict[str, Any]
@@ -45,7 +47,7 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
     try:
         if web:
             return _serve(opened, port)
-        if not as_json and console_of(sys.stdout) is not None:
+        if not as_json and has_colours(sys.stdout):
             return _live(opened)
         found = _one_second(opened)
     finally:
@@ -57,11 +59,9 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
         kinds = {name: [each for each in found if f"{each['kind']}s" == name] for name in ("loaders", "nodes")}
         print_json({"ok": ok, "error": None, **kinds})
         return int(not ok)
-    with FindingPrinter("asyncloader top") as printer:
-        for finding in findings:
-            printer.print(finding)
-    if sys.stdout is not None and sys.stdout.isatty() and find_spec("rich") is None:
-        print("a view that is renewed each second needs rich: pip install 'asyncloader[top]'", file=sys.stderr)  # noqa: T201
+    encode_all(sys.stdout)
+    for finding in findings:
+        print_finding(finding)
     return int(not ok)
 
 
@@ -176,25 +176,27 @@ async def _serve_page(path: Path, port: int) -> None:
 
 
 def _live(opened: Sequence[LoaderSocket]) -> int:
-    from rich.live import Live
-
     encode_all(sys.stdout)
+    print_line(_OTHER_SCREEN)
     try:
-        with Live(screen=True, auto_refresh=False) as live:
-            while not all(each.ended for each in opened):
-                receive_all(opened, _PERIOD_S)
-                shown = [each.latest for each in opened if each.latest and not each.ended]
-                live.update(view(_understood(describe, shown), live.console.width), refresh=True)
+        while not all(each.ended for each in opened):
+            receive_all(opened, _PERIOD_S)
+            shown = [each.latest for each in opened if each.latest and not each.ended]
+            print_line(_CLEAR + view(_understood(describe, shown), *shutil.get_terminal_size()))
     except KeyboardInterrupt:
         return 0
+    finally:
+        print_line(_FIRST_SCREEN)
     # The screen is as it was before the view: its last words are to stay.
     for each in _newest(opened):
         print_line(printable(f"{each['name']}, process {each['pid']}, has ended"))
     return 0
 
 
-def view(findings: Sequence[Finding], width: int) -> Any:
-    """Return what rich draws: the rows that `FindingPrinter` prints."""
-    from rich.console import Group
-
-    return Group(text("asyncloader top; Ctrl-C ends it", "bold"), *(row(each, width) for each in findings))
+def view(findings: Sequence[Finding], width: int, height: int) -> str:
+    """Return the lines of the findings, wrapped and cut for a terminal of this size."""
+    lines = ["asyncloader top; Ctrl-C ends it"]
+    for finding in findings:
+        first, *more = [part for line in as_lines(finding).split("\n") for part in textwrap.wrap(line, width)]
+        lines += [coloured(finding, first), *more]
+    return "\n".join(lines[: height - 1])
