@@ -52,20 +52,14 @@ def examine() -> Iterator[Finding]:
 
 
 def _versions() -> Iterator[Finding]:
-    uvloop = _version("uvloop")
-    versions = {
-        "asyncloader": __version__,
-        "Python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": _version("numpy"),
-    }
+    versions = {"asyncloader": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
+    versions["numpy"] = str(_version("numpy"))
     yield Finding("versions", "ok", ", ".join(f"{name} {each}" for name, each in versions.items()), figures=versions)
-    if uvloop is not None:
+    if (uvloop := _version("uvloop")) is not None:
         yield Finding("event loop", "ok", f"uvloop {uvloop}")
     else:
-        yield Finding(
-            "event loop", "note", "asyncio's: uvloop, which is faster, is not installed", "pip install uvloop"
-        )
+        text = "asyncio's: uvloop, which is faster, is not installed"
+        yield Finding("event loop", "note", text, "pip install uvloop")
 
 
 def _version(package: str) -> str | None:
@@ -80,13 +74,9 @@ def _processors() -> Iterator[Finding]:
     text = f"{usable} may be used"
     if quota is not None and quota < bound:
         text += f": the control group's quota, though the machine shows {bound}"
-    yield Finding(
-        "processors",
-        "note" if usable == 1 else "ok",
-        text,
-        "with a single processor, workers only help where samples wait for a disk or a network" if usable == 1 else "",
-        figures={"usable": usable, "bound": bound, "quota": quota},
-    )
+    advice = "with a single processor, workers only help where samples wait for a disk or a network"
+    figures = {"usable": usable, "bound": bound, "quota": quota}
+    yield Finding("processors", "note" if usable == 1 else "ok", text, advice if usable == 1 else "", figures)
 
 
 def _memory() -> Iterator[Finding]:
@@ -95,15 +85,9 @@ def _memory() -> Iterator[Finding]:
         yield Finding("memory", "note", source)
         return
     low = limit < _LEAST_MEMORY
-    yield Finding(
-        "memory",
-        "problem" if low else "ok",
-        f"{in_bytes(limit)} are left ({source})",
-        "end other programs, or raise the container's limit: a worker takes some 300 MiB for torch alone"
-        if low
-        else "",
-        figures={"bytes": limit},
-    )
+    text = f"{in_bytes(limit)} are left ({source})"
+    advice = "end other programs, or raise the container's limit: a worker takes some 300 MiB for torch alone"
+    yield Finding("memory", "problem" if low else "ok", text, advice if low else "", {"bytes": limit})
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -120,23 +104,14 @@ def _shared_memory() -> Iterator[Finding]:
             os.close(fd)
         memory[:] = bytes(_SEGMENT)
     except (MemoryError, OSError) as error:
-        yield Finding(
-            "shared memory",
-            "problem",
-            f"{in_bytes(_SEGMENT)} could not be had: {error}",
-            "raise this limit"
-            if "ulimit" in str(error)
-            else "give the machine, or the container, more memory; threads need none: workers='threads'",
-        )
+        advice = "give the machine, or the container, more memory; threads need none: workers='threads'"
+        advice = "raise this limit" if "ulimit" in str(error) else advice
+        yield Finding("shared memory", "problem", f"{in_bytes(_SEGMENT)} cannot be allocated: {error}", advice)
         return
     rate = _SEGMENT / (perf_counter() - began)
     kind = "without /dev/shm" if hasattr(os, "memfd_create") else "by shm_open"
-    yield Finding(
-        "shared memory",
-        "ok",
-        f"{in_bytes(_SEGMENT)} allocated and written at {in_bytes(rate)}/s, {kind}",
-        figures={"bytes_per_second": round(rate)},
-    )
+    text = f"{in_bytes(_SEGMENT)} allocated and written at {in_bytes(rate)}/s, {kind}"
+    yield Finding("shared memory", "ok", text, figures={"bytes_per_second": round(rate)})
 
 
 def _open_files() -> Iterator[Finding]:
@@ -146,21 +121,12 @@ def _open_files() -> Iterator[Finding]:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft != resource.RLIM_INFINITY and soft < _LEAST_FILES
-    if not few:
-        advice = ""
-    elif hard == resource.RLIM_INFINITY or hard >= _LEAST_FILES:
-        advice = f"ulimit -n {_LEAST_FILES}"
-    else:
-        advice = (
-            f"the hard limit is {hard}: raise it in /etc/security/limits.conf, or with docker run --ulimit nofile=4096"
-        )
-    yield Finding(
-        "open files",
-        "problem" if few else "ok",
-        "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}",
-        advice,
-        {"soft": soft, "hard": hard},
-    )
+    advice = f"ulimit -n {_LEAST_FILES}"
+    if hard != resource.RLIM_INFINITY and hard < _LEAST_FILES:
+        how = "raise it in /etc/security/limits.conf, or with docker run --ulimit nofile=4096"
+        advice = f"the hard limit is {hard}: {how}"
+    text = "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}"
+    yield Finding("open files", "problem" if few else "ok", text, advice if few else "", {"soft": soft, "hard": hard})
 
 
 def _start_methods() -> Iterator[Finding]:
@@ -211,9 +177,8 @@ def _devices() -> Iterator[Finding]:
         try:
             torch.empty(1 << 20, dtype=torch.uint8, device="cpu", pin_memory=True)
         except RuntimeError as error:
-            yield Finding(
-                "page locking", "problem", str(error), "raise the limit of locked memory: ulimit -l unlimited"
-            )
+            advice = "raise the limit of locked memory: ulimit -l unlimited"
+            yield Finding("page locking", "problem", str(error), advice)
         else:
             yield Finding("page locking", "ok", "1 MiB locked")
     nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))

@@ -26,8 +26,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 import asyncloader.dataloader2
 from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 from asyncloader.dataloader2.adapter import CacheTimeout, InvalidateCache
+from asyncloader.dataloader2.datapipes.cache_files import _lock, claim
 from asyncloader.dataloader2.datapipes.cache_in_memory import InMemoryCacheHolder
-from asyncloader.dataloader2.datapipes.file_claim import _lock, claim
 from asyncloader.dataloader2.graph.utils import parts_of
 from tests import script_server
 from tests.dataloader2.parts import MP, OnlyHere, double, numbers
@@ -336,7 +336,7 @@ def test_waits_for_the_writer(tmp_path: Path) -> None:
 
 def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning names the file that is waited for."""
-    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
+    monkeypatch.setattr("asyncloader.dataloader2.datapipes.cache_files._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     with claim(path, 0), caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(TimeoutError):
         _lock(f"{path}.asyncloader_claim", path, 0.05)
@@ -345,7 +345,7 @@ def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, mon
 
 def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader waits for any number of seconds, and then locks the file that has the name."""
-    monkeypatch.setattr("asyncloader.dataloader2.datapipes.file_claim._LOG_AFTER", 0.01)
+    monkeypatch.setattr("asyncloader.dataloader2.datapipes.cache_files._LOG_AFTER", 0.01)
     path = str(tmp_path / "x")
     found: list[bool] = []
 

@@ -1,12 +1,15 @@
-"""Finds the complete files of `on_disk_cache`, and writes them.
+"""Finds the complete files of `on_disk_cache`, and writes them, one process at a time among all that share them.
 
 Data path: cache_on_disk -> [cache_files: temporary file, check, rename] -> files.
 
 Beside an item's file may lie:
 
     <path>.torchdata_list   the paths of the item's files, a line each, if they are not this file alone; as in torchdata
-    <path>.asyncloader_claim  while a process writes the files of this item (`file_claim`)
+    <path>.asyncloader_claim  while a process writes the files of this item
     <file>.<8 digits>.part  a file that is being written, or that a killed process left: the next process writes over it
+
+The owner of a claim holds the kernel's lock of the claim's file, which exists as long as the claim. The kernel releases
+the lock of a process that ends, however it ends, so no process waits for a dead owner.
 
 A file gets its name when it is complete, and an item's list is written after all its files. Only a loss of power may
 leave a file that is shorter than it should be, which hashes reveal.
@@ -18,12 +21,15 @@ leave a file that is shorter than it should be, which hashes reveal.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from asyncloader.transports.file_lock import same_file, try_lock, unlock
 
 _HASHES = ("sha256", "md5")
 
@@ -141,3 +147,71 @@ class CacheFiles:
 
 def _list_of(path: str) -> str:
     return f"{path}.torchdata_list"
+
+
+_log = logging.getLogger("asyncloader")
+
+_LOG_AFTER, _LOOK_S = 10.0, 0.02  # seconds of waiting after which a warning is logged; between two looks at the lock
+
+
+@contextmanager
+def claim(path: str, timeout: float) -> Generator[None]:
+    """Have the right to write `path` within the block. Makes the file's directory if it is missing.
+
+    Args:
+        path: of the file.
+        timeout: seconds to wait for the right; a longer wait than 10 seconds is logged.
+
+    Raises:
+        TimeoutError: another process, or another thread, had the right all that time.
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    name = f"{path}.asyncloader_claim"
+    descriptor = _lock(name, path, timeout)
+    try:
+        yield
+    finally:
+        try:
+            # Deleted before it is unlocked: a process that waits for the lock then finds that the file has no name any
+            # more, and makes a new file. Deleted afterwards, it could be the claim of a process that waited.
+            # If some other code has deleted our file, the name may belong to another owner's file, which must stay.
+            if same_file(descriptor, name):
+                Path(name).unlink(missing_ok=True)
+        finally:
+            unlock(descriptor)
+            os.close(descriptor)
+
+
+def _lock(name: str, path: str, timeout: float) -> int:
+    """Open and lock the file of a claim."""
+    begun = time.monotonic()
+    while True:
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            if not try_lock(descriptor) and not _wait_for(descriptor, path, begun, timeout):
+                raise TimeoutError(
+                    f"OnDiskCache Exception: {path} expected to be written by different process, but file is not ready "
+                    f"in {timeout} seconds. Give `end_caching` a longer timeout, or end that process"
+                )
+            # Its last owner may have deleted it between our opening and locking it. A lock of a file without a name
+            # claims nothing.
+            if same_file(descriptor, name):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _wait_for(descriptor: int, path: str, begun: float, timeout: float) -> bool:
+    """Wait for the lock. Returns whether it was ours in time."""
+    logged = False
+    while (waited := time.monotonic() - begun) < timeout:
+        # The kernel waits for a lock without a time limit: so this process looks again and again.
+        if try_lock(descriptor):
+            return True
+        if waited > _LOG_AFTER and not logged:
+            logged = True
+            _log.warning("waits for another process to write %s; gives up after %g seconds", path, timeout)
+        time.sleep(_LOOK_S)
+    return False

@@ -17,8 +17,7 @@ from typing import IO, Any, NoReturn
 from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 
-from asyncloader.dataloader2.datapipes.cache_files import CacheFiles
-from asyncloader.dataloader2.datapipes.file_claim import claim
+from asyncloader.dataloader2.datapipes.cache_files import CacheFiles, claim
 from asyncloader.dataloader2.datapipes.forms import has_form, is_replicable
 from asyncloader.dataloader2.graph.utils import list_dps, parts_of
 
