@@ -354,7 +354,7 @@ class PinnedReader:
         streamed = self._streamed
         with self._errors():
             try:
-                async with aclosing(self._stream_to(start, stop, chunk_size)) as chunks:
+                async with aclosing(self._stream(start, stop, chunk_size)) as chunks:
                     async for chunk in chunks:
                         self._streamed = True
                         yield chunk
@@ -404,10 +404,7 @@ class PinnedReader:
     def _has_versions(self) -> bool:
         return type(self.transport).info is not Transport.info
 
-    def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:  # noqa: ARG002 - for networks and caches
-        return self._stream(start, chunk_size)
-
-    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:  # noqa: ARG002 - for networks and caches
         if self._has_versions and not self._described:
             with suppress(SizeUnknown):
                 await self._info()

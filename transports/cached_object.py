@@ -199,7 +199,7 @@ class CachedObject(PinnedReader):
         version = await self.find()
         return await (self._source.read_ranges(ranges) if version is None else self.read_version(version, ranges))
 
-    async def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
         version = await self.find()
         given = (
             self._source.stream(start=start, stop=stop, chunk_size=chunk_size)

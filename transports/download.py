@@ -1,6 +1,6 @@
 """Downloads an object by one or more requests, and decides which failed requests are retried.
 
-Data path: http, object_store -> [download] -> http_download, object_store_download -> server.
+Data path: http, object_store -> [download] -> http_client, object_store_client -> server.
 
 `Download` reads one object or range: it keeps the position, a request slot and the retries. How a request is sent and a
 response understood is up to its subclasses, `HttpDownload` and `StoreDownload`. `NetworkTransport` is the part of a

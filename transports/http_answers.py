@@ -1,6 +1,6 @@
 """Interprets the heads of HTTP responses: versions, ranges and statuses. Pure.
 
-Data path: http_client, http_download -> [http_answers].
+Data path: http, http_client -> [http_answers].
 
 No hostile header causes an exception: an invalid header counts as missing. Texts for users show URLs by `safe_url`,
 because userinfo and query strings contain passwords and signatures.

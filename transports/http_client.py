@@ -1,6 +1,6 @@
 """Sends requests to one web server: URLs, headers, redirects, connections, and the classification of errors.
 
-Data path: http_download -> [http_client: HttpClient] -> aiohttp's session -> server.
+Data path: http -> [http_client: HttpClient] -> aiohttp's session -> server.
 
 Redirects are followed here: credentials are sent to the root's own origin only, and a redirect from
 https to http is refused.

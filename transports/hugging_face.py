@@ -1,6 +1,6 @@
 """`HuggingFaceTransport`: reads the files of datasets on the Hugging Face Hub, ``hf://datasets/...``.
 
-Data path: dataset -> [hugging_face] -> http_download -> http_client -> the Hub -> its CDN.
+Data path: dataset -> [hugging_face] -> http_client -> the Hub -> its CDN.
 
 A revision is resolved to its commit once, and everything is read from that commit. Files are read from the Hub's
 ``resolve`` addresses, which redirect to a CDN: requests, retries and the rule that credentials go to the Hub alone are
@@ -20,10 +20,9 @@ from urllib.parse import quote
 from asyncloader.bridge import in_thread
 from asyncloader.transports.checks import check_prefix
 from asyncloader.transports.errors import AccessDenied, ObjectNotFound, ReadFailed, TransportError
-from asyncloader.transports.http import HttpTransport
+from asyncloader.transports.http import HttpDownload, HttpTransport
 from asyncloader.transports.http_answers import Headers, status_error
 from asyncloader.transports.http_client import HttpClient
-from asyncloader.transports.http_download import HttpDownload
 from asyncloader.transports.hub_names import (
     HubDataset,
     commit_of,

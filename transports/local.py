@@ -397,7 +397,7 @@ class PinnedFile(PinnedReader):
         self._compare(status)
         return data, status
 
-    async def _stream(self, start: int, chunk_size: int) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:  # noqa: ARG002 - a file is read as it is asked for
         async with aclosing(self._files.stream_with_status(self.path, start, chunk_size)) as chunks:
             async for chunk, around in chunks:
                 for status in around:

@@ -1,6 +1,6 @@
 """Sends requests to one object store through obstore: reads, writes, lists, handles forks, and classifies errors.
 
-Data path: object_store_download -> [object_store_client] -> obstore's threads -> store.
+Data path: object_store -> [object_store_client] -> obstore's threads -> store.
 
 *Errors.* obstore has classes for a few failures; all others are GenericErrors, whose sentence names the HTTP status if
 the store has answered with one. A GenericError without a status counts as retryable, whatever caused it: if a later
@@ -31,7 +31,6 @@ from typing_extensions import Buffer
 
 from asyncloader.process_hooks import at_exit, in_forked_child
 from asyncloader.telemetry.counters import count
-from asyncloader.transports.base import gather_all
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.download import SLOW_S
 from asyncloader.transports.errors import (
@@ -225,13 +224,9 @@ class StoreClient(NetworkClient[OpenStore]):
             share=1.0 if self.reached else 0.5,
         )
         # Web consoles create folders as empty objects whose names end with "/". obstore drops the slash, and the name
-        # without it cannot be read. Names that may be of a folder are checked.
-        parents = {name.rpartition("/")[0] for name in sizes}
-        suspects = [
-            name for name, size in sizes.items() if not size and (name in parents or "." not in name.rpartition("/")[2])
-        ]
-        missing = await gather_all(map(self._is_missing, suspects))
-        return sorted(sizes.keys() - {name for name, is_folder in zip(suspects, missing, strict=True) if is_folder})
+        # without it cannot be read.
+        folders = {name.rpartition("/")[0] for name in sizes}
+        return sorted(name for name, size in sizes.items() if size or name not in folders)
 
     async def _pages(self, scope: Scope, prefix: str) -> dict[str, int]:
         from obstore import list as list_objects
@@ -250,13 +245,6 @@ class StoreClient(NetworkClient[OpenStore]):
                 scope.limit(limit)
                 sizes.update({each["path"]: each["size"] for each in page if each["path"].startswith(prefix)})
         return sizes
-
-    async def _is_missing(self, name: str) -> bool:
-        try:
-            await self.meta(name)
-        except ObjectNotFound:
-            return True
-        return False
 
     # --- failures
 
@@ -362,19 +350,10 @@ def _settle() -> None:
     Measured with obstore 0.12.1 and Python 3.11 on asyncio's own loop: 24 of 60 programs that ended right after the
     last bytes of a stream aborted, and none of 60 with this.
 
-    It sleeps because it has nothing to wait for. Up to obstore 0.12.1:
-
-    - no function or class can close a client or a stream, end or join the runtime, or show whether it is idle, and
-    `threading` does not know the threads;
-    - no event follows a thread's last use of Python. A request's future is no such event: the thread resolves it by
-    `call_soon_threadsafe`, which wakes the loop and releases the GIL while doing so; the thread has to take the GIL
-    again after the caller has continued. Another request as a barrier ends in the same way, and the runtime's tasks are
-    unordered. `sys._current_frames` shows the threads that execute Python code, but not those that are about to take
-    the GIL, as after a cancelled request.
-
-    The remaining work takes microseconds and does not depend on the network. So a bounded sleep without the GIL is
-    sufficient: it costs a process that used obstore 50 ms once, and fails only if a thread is not scheduled for that
-    long.
+    It sleeps because it has nothing to wait for: up to obstore 0.12.1 nothing ends or joins its threads, or shows
+    whether they are idle, and a request's future is resolved before its thread has taken the GIL for the last time. The
+    remaining work takes microseconds and does not depend on the network: this fails only if a thread is not scheduled
+    for that long.
     """
     time.sleep(_SETTLE_S)
 

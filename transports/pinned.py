@@ -50,7 +50,7 @@ class PinnedObject(PinnedReader):
             self._compare_stated(version)
         return data
 
-    async def _stream_to(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
         async with aclosing(self._network.stream_with_versions(self.path, start, chunk_size, stop)) as chunks:
             async for chunk, version in chunks:
                 self._compare(version)

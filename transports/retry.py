@@ -12,13 +12,9 @@ ends. One attempt uses up at most half of the budget. If it takes longer, either
 stood still (it was suspended, or its loop was blocked). Neither is an outage, and without this rule the operation would
 give up without a second attempt.
 
-*Exponential back-off with full jitter*: the n-th wait is uniform between 0 and ``min(cap, first * 2**n)``. Source:
-Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015; of the variants compared in it, full jitter
-needs the fewest calls. The random generator is separate from those that datasets use, so a retry never changes a
-sample.
-
-*There is no circuit breaker.* It would let reads fail early, but a training run wants them to wait. Its other purpose,
-to spare a server that is down, is served by the jitter: 512 reads in flight send about 100 requests per second.
+*Exponential back-off with full jitter*: the n-th wait is uniform between 0 and ``min(cap, first * 2**n)`` (Brooker,
+"Exponential Backoff And Jitter", AWS Architecture Blog, 2015). The random generator is separate from those that
+datasets use, so a retry never changes a sample.
 """
 
 from __future__ import annotations
