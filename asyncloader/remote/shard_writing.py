@@ -21,7 +21,6 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from itertools import count, takewhile
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +42,7 @@ from asyncloader.remote.shard_index import (
     dump_index,
     parse_index,
 )
+from asyncloader.remote.shard_sizes import for_each
 from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import ObjectNotFound, Transport
 from asyncloader.transports.base import gather_all
@@ -112,13 +112,13 @@ class ShardWriter:
         self._settings = json.loads(json.dumps({"format": names.format, **about}))
         self._overwrite = overwrite
         self._earlier: Mapping[int, ShardRecord] = {}  # of the run that this one continues or repeats
-        self._complete = False  # that run was
         self._done: dict[int, ShardRecord] = {}
         self._pool = BlockingPool("shards", max(2, min(8, os.cpu_count() or 1)))
         self._stopped = False
         self._uploading = self._uploaded_bytes = 0
         self._freed = asyncio.Event()
-        self._unsaved = self._saving = False
+        self._unsaved = False
+        self._saving = asyncio.Lock()
         self._group: asyncio.TaskGroup | None = None
 
     async def open(self, *, skip: bool) -> ShardCutter:
@@ -138,8 +138,6 @@ class ShardWriter:
         index, stored = await self._read_index(), await self._stored()
         if self._overwrite:
             await self._delete_all(stored)
-        elif index is not None and index.complete:
-            self._repeat(index, stored)
         elif index is not None:
             await self._go_on(index, stored, skip)
         elif stored:
@@ -147,8 +145,7 @@ class ShardWriter:
                 f"{self._url(next(iter(stored)))} exists, and {len(stored) - 1} others, without an index of "
                 "write_shards: choose another name, or delete them by overwrite=True"
             )
-        if not self._complete:
-            await self._write_index(complete=False)
+        await self._write_index(complete=False)
         shard, sample = len(self._done), sum(each.samples for each in self._done.values())
         return ShardCutter(self._encoder, self._max_bytes, self._max_samples, shard=shard, sample=sample)
 
@@ -200,11 +197,6 @@ class ShardWriter:
 
     async def _begin(self, shard: CutShard) -> None:
         """Start to write a shard, as soon as the memory allows it."""
-        if self._complete and shard.number not in self._earlier:
-            raise FileExistsError(
-                f"{self._url(self._names.index_name)} is of {len(self._earlier)} complete shards, and there are more "
-                "samples now: choose another name, or delete all by overwrite=True"
-            )
         # By the limit, not by the shard's size: the next shard grows while this one is uploaded.
         while self._uploading and (
             self._uploaded_bytes + shard.size + self._max_bytes > self._buffer_bytes or self._uploading >= MOST_AT_ONCE
@@ -218,26 +210,34 @@ class ShardWriter:
 
     async def _finish(self, shard: CutShard) -> None:
         try:
-            name = self._names.name(shard.number)
-            pieces, size, digest = await self._pool.run(partial(self._assemble, shard))
-            earlier = self._earlier.get(shard.number)
-            if earlier is not None and earlier.sha256 != digest:
-                raise FileExistsError(
-                    f"{self._url(name)} exists with other samples than those from number {shard.first:,} on: choose "
-                    "another name, or delete all by overwrite=True"
-                )
-            if earlier is not None and await self._is_stored(earlier):
-                self._done[shard.number] = earlier
-                return
-            transport, path = self._find(name)
-            etag = (await transport.write(path, pieces)).etag
-            await self._write_samples(name, shard, size, etag)
-            self._done[shard.number] = ShardRecord(name, shard.samples, size, shard.size, digest, etag)
-            self._save_soon()
+            await self._write(shard)
         finally:
             self._uploading -= 1
             self._uploaded_bytes -= shard.size
             self._freed.set()
+        self._unsaved = True
+        async with self._saving:
+            if self._unsaved:  # once for all shards that became complete meanwhile
+                self._unsaved = False
+                await self._write_index(complete=False)
+
+    async def _write(self, shard: CutShard) -> None:
+        """Write a shard, unless the earlier run has written it."""
+        name = self._names.name(shard.number)
+        pieces, size, digest = await self._pool.run(partial(self._assemble, shard))
+        earlier = self._earlier.get(shard.number)
+        if earlier is not None and earlier.sha256 != digest:
+            raise FileExistsError(
+                f"{self._url(name)} exists with other samples than those from number {shard.first:,} on: choose "
+                "another name, or delete all by overwrite=True"
+            )
+        if earlier is not None and await self._is_stored(earlier):
+            self._done[shard.number] = earlier
+            return
+        transport, path = self._find(name)
+        etag = (await transport.write(path, pieces)).etag
+        await self._write_samples(name, shard, size, etag)
+        self._done[shard.number] = ShardRecord(name, shard.samples, size, shard.size, digest, etag)
 
     async def _write_samples(self, name: str, shard: CutShard, size: int, etag: str | None) -> None:
         """Write the index of a shard's samples, unless the shard has a table of its own."""
@@ -270,21 +270,6 @@ class ShardWriter:
 
     # ------------------------------------------------------------------------------------------------- the index
 
-    def _save_soon(self) -> None:
-        """Have the index written: by one task, which writes once for all shards that become complete meanwhile."""
-        self._unsaved = True
-        if not self._saving and self._group is not None:
-            self._saving = True
-            self._group.create_task(self._save(), name="asyncloader-shard-index")
-
-    async def _save(self) -> None:
-        try:
-            while self._unsaved:
-                self._unsaved = False
-                await self._write_index(complete=False)
-        finally:
-            self._saving = False
-
     async def _write_index(self, *, complete: bool) -> None:
         if complete and isinstance(self._encoder, MdsEncoder):
             each = (self._done[number] for number in range(len(self._done)))
@@ -310,15 +295,6 @@ class ShardWriter:
                 "name, or delete it by overwrite=True"
             ) from None
 
-    def _check_settings(self, index: ShardIndex) -> None:
-        earlier: dict[str, Any] = index.settings if isinstance(index.settings, dict) else {}
-        for name, value in self._settings.items():
-            if earlier.get(name) != value:
-                raise FileExistsError(
-                    f"{self._url(self._names.index_name)} is of shards written with {name}={earlier.get(name)!r}, not "
-                    f"{value!r}: repeat those arguments, choose another name, or delete all by overwrite=True"
-                )
-
     # --------------------------------------------------------------------------------------------- an earlier run
 
     async def _delete_all(self, stored: Mapping[str, None]) -> None:
@@ -329,28 +305,29 @@ class ShardWriter:
             # One of a shard that is gone would be refused by the readers of another shard of this name.
             await gather_all(self._delete(index_name(name)) for name in stored)
 
-    def _repeat(self, index: ShardIndex, stored: Mapping[str, None]) -> None:
-        """Compare the samples with those of a run that is complete."""
-        if others := self._take(index, stored):
-            raise FileExistsError(
-                f"{self._url(others[0])} exists, and is none of the {len(index.shards)} shards that write_shards "
-                "has written: choose another name, or delete all by overwrite=True"
-            )
-        self._complete = True
-
     async def _go_on(self, index: ShardIndex, stored: Mapping[str, None], skip: bool) -> None:
-        """Continue a run that was killed. `skip`: after its complete shards."""
-        # Complete, but not recorded: the writer was killed in between. They are written again.
-        for name in (*self._take(index, stored), *((INDEX,) if INDEX in stored else ())):
-            await self._delete(name)
+        """Continue a run that was killed, or repeat one. `skip`: after its complete shards."""
+        where = self._url(self._names.index_name)
+        earlier: dict[str, Any] = index.settings if isinstance(index.settings, dict) else {}
+        for name, value in self._settings.items():
+            if earlier.get(name) != value:
+                raise FileExistsError(
+                    f"{where} is of shards written with {name}={earlier.get(name)!r}, not {value!r}: repeat those "
+                    "arguments, choose another name, or delete all by overwrite=True"
+                )
+        self._earlier = index.shards
+        others = [name for name in stored if name != INDEX and self._names.number(name) not in index.shards]
+        if index.complete and others:
+            raise FileExistsError(
+                f"{self._url(others[0])} exists, and is none of the {len(index.shards)} shards that write_shards has "
+                "written: choose another name, or delete all by overwrite=True"
+            )
+        if not index.complete:
+            # Complete shards without a record: the writer was killed in between. They are written again.
+            for name in (*others, *({INDEX} & stored.keys())):
+                await self._delete(name)
         if skip:
             await self._keep_intact()
-
-    def _take(self, index: ShardIndex, stored: Mapping[str, None]) -> list[str]:
-        """Take the records of an earlier run. Return the names of the stored shards that it has not recorded."""
-        self._check_settings(index)
-        self._earlier = index.shards
-        return [name for name in stored if name != INDEX and self._names.number(name) not in index.shards]
 
     async def _stored(self) -> dict[str, None]:
         """Return the names of the objects that are shards of this data set, in order."""
@@ -379,14 +356,14 @@ class ShardWriter:
 
     async def _keep_intact(self) -> None:
         """Keep the shards of the earlier run up to the first that is not in the store as it is recorded."""
-        numbers = list(takewhile(self._earlier.__contains__, count()))
-        for first in range(0, len(numbers), CHECKS):
-            some = numbers[first : first + CHECKS]
-            intact = await gather_all(self._is_stored(self._earlier[number]) for number in some)
-            kept = [number for number, _ in takewhile(itemgetter(1), zip(some, intact, strict=True))]
-            self._done.update({number: self._earlier[number] for number in kept})
-            if len(kept) < len(some):
-                return
+        intact: set[int] = set()
+
+        async def look(number: int) -> None:
+            if await self._is_stored(self._earlier[number]):
+                intact.add(number)
+
+        await for_each(self._earlier, look, CHECKS)
+        self._done.update({number: self._earlier[number] for number in takewhile(intact.__contains__, count())})
 
     async def _is_stored(self, record: ShardRecord) -> bool:
         """Return whether the store has the recorded bytes: by their version, otherwise by their digest."""

@@ -124,7 +124,8 @@ async def test_workers_are_started_as_the_loader_s(tmp_path: Path) -> None:
     """By a fork server, to which the dataset and the encoder are pickled."""
     url = pattern(tmp_path, "mds")
     shards = await write_shards(Numbered("mds"), url, workers=1, multiprocessing_context="forkserver", **LIMIT)
-    assert await write_shards(Numbered("mds"), url, **LIMIT) == shards
+    alone = await write_shards(Numbered("mds"), pattern(tmp_path / "alone", "mds"), **LIMIT)
+    assert [shard.sha256 for shard in shards] == [shard.sha256 for shard in alone]
 
 
 async def test_what_mosaicml_wrote_is_written_again(tmp_path: Path) -> None:
@@ -368,7 +369,7 @@ async def test_a_writer_keeps_the_shards_before_a_bad_sample() -> None:
 
 
 async def test_an_existing_target_is_refused_or_overwritten() -> None:
-    """Unless it is identical. Overwriting leaves no shard of before, whoever wrote it."""
+    """Whoever wrote it. Overwriting leaves no shard of before."""
     store = MemoryTransport()
 
     async def write(samples: Any = None, **options: Any) -> list[WrittenShard]:
@@ -388,10 +389,8 @@ async def test_an_existing_target_is_refused_or_overwritten() -> None:
         await write([{"__key__": f"{number}", "x": b""} for number in range(NUMBER)])
     with pytest.raises(FileExistsError, match="from more samples than there are now"):
         await write(list(samples_of("tar"))[: shards[0].samples])
-    more = [*samples_of("tar"), *({"__key__": f"more {number}", "x": b""} for number in range(99))]
-    with pytest.raises(FileExistsError, match=rf"is of {len(shards)} complete shards, and there are more samples now"):
-        await write(more)
     store.put("train-999.tar", b"of another program")
+    store.put("_train-index.tar.json", before["_train-index.tar.json"])
     with pytest.raises(FileExistsError, match=rf"train-999\.tar exists, and is none of the {len(shards)} shards"):
         await write()
     await store.delete("train-999.tar")
