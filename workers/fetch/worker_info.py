@@ -4,21 +4,20 @@ Data path: none; asked by the user's dataset and transforms.
 
 torch's function returns one variable of its module. A program may have imported the function itself (``from
 torch.utils.data import get_worker_info``), so neither another function in torch's module nor the variable can answer by
-thread. While any worker thread runs, the function therefore has other *code*: in a worker thread, and in whatever runs
-in its context (`asyncio` tasks, `asyncio.to_thread`), it returns the thread's own; everywhere else what torch's code
-returns, None in the main process. When the last worker thread has ended, the function has torch's code again.
+thread. From the first worker thread on the function therefore has other *code*: in a worker thread, and in whatever
+runs in its context (`asyncio` tasks, `asyncio.to_thread`), it returns the thread's own; everywhere else what torch's
+code returns, None in the main process.
 
-The same holds while the code of a stream runs that is read without workers, or is awaited beside other streams.
+The same holds for the code of a stream that is read without workers, or in a worker thread.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -107,23 +106,8 @@ def _rng_of(sample: SampleRng) -> ThreadRng:
     return ThreadRng(sample.key, sample.key >> 32)
 
 
-class _FixedInfo:
-    """What `get_worker_info` returns for one of several streams."""
-
-    def __init__(self, info: Any) -> None:
-        self._info = info
-
-    def now(self) -> Any:
-        return self._info
-
-
-_here: ContextVar[ContextInfo | _FixedInfo | None] = ContextVar("asyncloader_thread_info", default=None)
-
-
-def install_context_info(held: ContextInfo) -> None:
-    """Make `get_worker_info` answer so in this thread. Within `answering` only."""
-    _here.set(held)
-    WORKERS_OWN.set(held.own.rng.torch_generator)
+_here: ContextVar[Callable[[], Any] | None] = ContextVar("asyncloader_thread_info", default=None)
+"""Returns the answer in this context; None: that of the process."""
 
 
 def info_here() -> Any:
@@ -133,7 +117,7 @@ def info_here() -> Any:
         return torch_worker._worker_info
     # Two frames above: the caller of `get_worker_info`. torch stacks the tensors of a collate function in a file in
     # /dev/shm if it is told that there is a worker, for a batch that must leave its process. This batch stays.
-    return None if sys._getframe(2).f_code is _STACKING else held.now()
+    return None if sys._getframe(2).f_code is _STACKING else held()
 
 
 _STACKING = torch_collate.collate_tensor_fn.__code__
@@ -146,70 +130,36 @@ def _get_worker_info() -> Any:
     return info_here()
 
 
-_FUNCTION: Any = torch_worker.get_worker_info
-_TORCHS = _FUNCTION.__code__
-
-
-class _Answering:
-    """How many worker threads run, and calls of streams' code."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.number = 0
-
-    def begin(self) -> None:
-        """There is one more."""
-        in_forked_child(_forget_all)
-        with self.lock:
-            self.number += 1
-            # Assigning it is one step for other threads: a call runs either code, and both are right for them.
-            _FUNCTION.__code__ = _get_worker_info.__code__
-
-    def end(self) -> None:
-        """There is one less."""
-        with self.lock:
-            self.number -= 1
-            if not self.number:
-                _FUNCTION.__code__ = _TORCHS
-
-
-_answering = _Answering()
-
-
-def _forget_all() -> None:
-    """In a forked child, which has none of its parent's threads, but perhaps a lock that one of them holds."""
-    _answering.__init__()  # type: ignore[misc]
-    _FUNCTION.__code__ = _TORCHS
-
-
-@contextmanager
-def answering() -> Generator[None]:
-    """Have `get_worker_info` answer by thread within this context, in all threads."""
-    _answering.begin()
-    try:
-        yield
-    finally:
-        _here.set(None)
-        _answering.end()
-
-
-@contextmanager
-def answering_with(info: Any) -> Generator[None]:
-    """Have `get_worker_info` return this within this context, and nowhere else.
+def answer_with(info: Any) -> None:
+    """Have `get_worker_info` return this in the current context from now on.
 
     Args:
         info: a `WorkerInfo`; or a `ContextInfo`, whose generators are then those of the code.
     """
-    held = info if isinstance(info, ContextInfo) else _FixedInfo(info)
-    tokens: list[tuple[ContextVar[Any], Token[Any]]] = [(_here, _here.set(held))]
-    if isinstance(held, ContextInfo):
-        tokens.append((WORKERS_OWN, WORKERS_OWN.set(held.own.rng.torch_generator)))
-    _answering.begin()
+    in_forked_child(_forget)
+    function: Any = torch_worker.get_worker_info
+    # Assigning it is one step for other threads: a call runs either code, and both are right for them.
+    function.__code__ = _get_worker_info.__code__
+    if isinstance(info, ContextInfo):
+        _here.set(info.now)
+        WORKERS_OWN.set(info.own.rng.torch_generator)
+    else:
+        _here.set(lambda: info)
+
+
+def _forget() -> None:
+    """In a forked child, which is no worker thread of its parent's, but has the context of the thread that forked."""
+    _here.set(None)
+    WORKERS_OWN.set(None)
+
+
+@contextmanager
+def answering_with(info: Any) -> Generator[None]:
+    """`answer_with` within this context, and nowhere else."""
+    here, own = _here.get(), WORKERS_OWN.get()
+    answer_with(info)
     try:
         yield
     finally:
-        _answering.end()
-        for variable, token in tokens:
-            # A coroutine that is never finished is closed in another context, which has another value.
-            with suppress(ValueError):
-                variable.reset(token)
+        _here.set(here)
+        WORKERS_OWN.set(own)

@@ -22,7 +22,7 @@ import torch
 from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder, recording
 from asyncloader.workers.fetch.setup import WorkerSetup
-from asyncloader.workers.fetch.worker_info import ContextInfo, answering, install_context_info
+from asyncloader.workers.fetch.worker_info import ContextInfo, answer_with
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.memory.codec import Encoded
 from asyncloader.workers.memory.collate import count_samples
@@ -62,7 +62,7 @@ class ThreadTaskRunner(TaskRunner):
 
     def _install_info(self, setup: WorkerSetup, seed: int, dataset: Any) -> None:
         del seed
-        install_context_info(ContextInfo(self.worker_id, setup, dataset))
+        answer_with(ContextInfo(self.worker_id, setup, dataset))
 
     def _identify(self, setup: WorkerSetup, datasets: Mapping[int, Any]) -> Identify:
         return ContextIdentities(setup, datasets)
@@ -111,7 +111,7 @@ def run_thread(
     codec: ObjectCodec,
 ) -> None:
     """Carry out the tasks of one worker until its channel ends."""
-    with answering(), recording(recorder):
+    with recording(recorder):
         runner = ThreadTaskRunner(said, worker_id, channel, setup, recorder, entered, codec)
         try:
             if runner.asynchronous:
