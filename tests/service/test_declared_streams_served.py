@@ -84,7 +84,6 @@ def start(**fields: Any) -> tuple[Any, ...]:
 
 
 WRONG: dict[str, Any] = {
-    "no tuple": start(streams=[EpochStart()]),
     "a number": start(streams=(1,)),
     "streams in streams": start(streams=(for_worker([EpochStart()]),)),
     "too many": start(streams=(EpochStart(),) * 1025),
@@ -99,7 +98,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.parametrize("values", WRONG.values(), ids=WRONG)
 def test_starts_of_streams_are_checked(values: tuple[Any, ...]) -> None:
     """A node's process reads what a loader has sent."""
-    with pytest.raises(ValueError, match=r"broken stream: (the start of|a cursor)"):
+    with pytest.raises(ValueError, match="broken stream: a start of an epoch, a cursor"):
         MSGPACK.load_start(MSGPACK.dumps(values))
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import ssl
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from asyncloader.workers.ipc import wire
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
-from tests.service.certificates import make_authority
 from tests.service.hostile_values import VALUES, spoiled
 from tests.service.serving import NodeProcess, serving
 from tests.stress.wire_inputs import worker_setup
@@ -152,35 +149,6 @@ def test_to_a_node(node: NodeProcess, expected: list[Any], value: bytes) -> None
         attack(lambda: plainly(node), None, value)
         assert_same([*head, *batches], expected)
     assert node.process.poll() is None
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("tls", [False, True])
-def test_to_a_node_with_a_token(tmp_path: Path, expected: list[Any], tls: bool) -> None:
-    """A node with a token withstands these messages, with TLS and without."""
-    files, secret = make_authority(tmp_path), tmp_path / "token"
-    secret.write_text(TOKEN)
-    flags = ["--open", "numbers", "--token-file", str(secret)]
-    flags += ["--tls-cert", files["node_cert"], "--tls-key", files["node_key"]] if tls else []
-    with serving(tmp_path, ["numbers"], *flags, listen=["127.0.0.1:0"]) as made:
-
-        def connect() -> socket.socket:
-            if not tls:
-                return plainly(made)
-            return ssl.create_default_context(cafile=files["ca"]).wrap_socket(
-                plainly(made), server_hostname="127.0.0.1"
-            )
-
-        service = Service(made.tcp, token=TOKEN, tls_ca=files["ca"] if tls else None)
-        with DataLoader[Any](numbers(), **OPTIONS, max_worker_restarts=0, workers=service) as loader:
-            for value in VALUES.values():
-                attack(connect, TOKEN, value)
-                if value:  # before any proof of the token, too
-                    sender = HostileLoader(connect, None)
-                    sender.send(frames.HELLO, value)
-                    sender.end()
-            assert_same(list(loader), expected)
-        assert made.process.poll() is None
 
 
 # --------------------------------------------------------------------------------------------------- from a node

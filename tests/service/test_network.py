@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 import struct
 from collections.abc import Iterator
@@ -64,20 +63,6 @@ def test_a_node_that_is_killed(node: NodeProcess, expected: list[Any], tmp_path:
             assert min(counts) > 0
             assert sum(counts) >= len(whole)
             assert [stats[f"node/{each.tcp}/workers"] for each in (other, node)] == [0, 2]
-
-
-@pytest.mark.thorough
-def test_a_node_that_comes_back(expected: list[Any], tmp_path: Path) -> None:
-    """Without any node the loader waits for one, and then uses it."""
-    path = tmp_path / "node.sock"
-    where = [f"unix:{path}"]
-    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=where) as first:
-        loader = DataLoader[Any](numbers(), **OPTIONS, workers=where[0])
-        batches = iter(loader)
-        head = [next(batches) for _ in range(3)]
-        first.kill()
-    with serving(tmp_path, ["numbers"], "--open", "numbers", listen=where), loader:
-        assert_same([*head, *batches], expected)
 
 
 @pytest.mark.thorough
@@ -183,18 +168,6 @@ def test_a_trainer_that_blocks_its_loop(kind: str, tls: bool, tmp_path: Path, ca
 
 
 @pytest.mark.thorough
-def test_nobody_is_there(caplog: pytest.LogCaptureFixture) -> None:
-    """After a while this is logged; then an error names each address and its failure."""
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with caplog.at_level(logging.WARNING, "asyncloader"), pytest.raises(ServiceUnavailable) as caught:
-        iter(DataLoader[Any](numbers(), **OPTIONS, workers=Service(f"tcp://127.0.0.1:{port},unix:/nowhere", wait=4)))
-    assert f"tcp://127.0.0.1:{port}: Connection refused" in str(caught.value)
-    assert "unix:/nowhere: No such file or directory" in str(caught.value)
-    assert "has been there for" in caplog.text
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("place", ["tcp", "unix"])
 def test_a_task_of_another_loader_that_hangs(place: str, expected: list[Any], tmp_path: Path) -> None:
     """A loader that waits behind it is not blamed, and goes on once the other has exited; the task never ends."""
@@ -274,11 +247,6 @@ def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyP
             assert_same(list(loader), expected)
         monkeypatch.setenv("ASYNCLOADER_TOKEN_FILE", str(token))
         assert len(DataLoader[Any](numbers(), **OPTIONS, workers=node.tcp)) == LENGTH // 2
-
-
-def test_a_service_without_the_token(node: NodeProcess) -> None:
-    """A loader that was given a token does not use a node that cannot prove that it has it."""
-    assert "cannot prove that it is the right service" in refused(Service(node.tcp, token="correct horse"))
 
 
 def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:

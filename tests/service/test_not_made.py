@@ -14,8 +14,9 @@ import pytest
 
 from asyncloader import DataLoader, Service, ServiceUnavailable
 from asyncloader.service.node import worker_processes
+from asyncloader.service.node.admission import Refused
 from asyncloader.service.node.worker_host import HostSetup
-from asyncloader.service.node.worker_processes import HostProcesses, NotMade
+from asyncloader.service.node.worker_processes import HostProcesses
 from asyncloader.service.protocol.handshake import read_opening
 from tests.helpers.running import PATIENCE_S
 from tests.service import definitions
@@ -125,7 +126,7 @@ async def test_a_process_that_never_has_its_dataset(tmp_path: Path, monkeypatch:
                 await host.begun()
                 (tmp_path / "mark").unlink()
             else:
-                with pytest.raises(NotMade, match="had made the dataset after 0 seconds"):
+                with pytest.raises(Refused, match="had made the dataset after 0 seconds"):
                     await host.plan(None)  # type: ignore[arg-type]
         finally:
             await host.close()

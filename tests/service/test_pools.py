@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, Recovery, Service, TaskQuarantined, Tuning
-from asyncloader.errors import NoEffectWarning
+from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, Recovery, Service, TaskQuarantined
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS, run_async
 from tests.service import definitions
@@ -173,19 +172,6 @@ def test_states_move_between_places(name: str, place: str, places: Places) -> No
 
 
 @pytest.mark.parametrize("place", PLACES[1:])
-def test_an_epoch_that_is_left_early(place: str, places: Places) -> None:
-    """The next epoch of the same workers begins with its first batch; a clone may also use local workers."""
-    expected = read("sync", OPTIONS, definitions.numbers(), epochs=1)[0]
-    with DataLoader[Any](definitions.numbers(), **OPTIONS, persistent_workers=True, workers=places.of(place)) as loader:
-        for _ in range(3):
-            assert_same(next(iter(loader)), expected[0])
-        assert_same(list(loader), expected)
-    for changes in ({}, {"workers": None}):
-        with loader.clone(persistent_workers=False, **changes) as clone:
-            assert_same(list(clone), expected)
-
-
-@pytest.mark.parametrize("place", PLACES[1:])
 @pytest.mark.parametrize("name", ["stream", "async_stream"])
 def test_streams_that_are_left_close_to_their_end(name: str, place: str, places: Places, caplog: Any) -> None:
     """The workers' last answers of an epoch arrive during the next epoch without effect: each epoch has the batches
@@ -212,7 +198,7 @@ def test_what_cannot_be_sent(place: str, places: Places) -> None:
         found = outcomes(loader)
     assert len(found) == 4
     assert type(found[1]) is TypeError
-    assert str(found[1]).startswith("['box'] is a tests.service.definitions.Box")
+    assert str(found[1]).startswith("the batch has a tests.service.definitions.Box")
     assert "register_batch_type(Box)" in str(found[1])
 
 
@@ -234,25 +220,6 @@ def test_a_worker_that_hangs_is_killed(place: str, places: Places, tmp_path: Pat
     with DataLoader[Any](hanging, **OPTIONS, recovery=recovery, workers=workers) as loader:
         assert_same(list(loader), expected)
         assert loader.stats()["data/worker_restarts"] >= 1
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_limits_that_do_less_than_they_say(place: str, places: Places, caplog: pytest.LogCaptureFixture) -> None:
-    """Warnings are given once each, as for local workers: at construction for `worker_timeout` without a
-    replacement, at the first batch for a ring smaller than a batch.
-    """
-    options: dict[str, Any] = {**OPTIONS, "batch_size": 1, "max_worker_restarts": 0, "workers": places.of(place)}
-    with pytest.warns(NoEffectWarning, match="worker_timeout=60 does not replace workers with max_") as caught:
-        loader = DataLoader[Any](
-            definitions.large(), **options, recovery=Recovery(worker_timeout=60), tuning=Tuning(ring_bytes=1)
-        )
-    assert [each.category for each in caught].count(NoEffectWarning) == 1
-    with loader:
-        list(loader)
-    (line,) = [each.getMessage() for each in caplog.records if "ring_bytes" in each.getMessage()]
-    assert re.fullmatch(
-        r"a batch of [\d,]+ bytes does not fit into a ring of ring_bytes=1 .* would hold such batches", line
-    )
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -86,10 +86,10 @@ def test_the_machines(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCapture
     workers = RayWorkers(2)
     service = workers.serve(DATASET)
     assert service.remote
-    assert service.addresses == ("unix:@here", "tcp://two:1")
+    assert list(service.addresses) == ["unix:@here", "tcp://two:1"]
     assert {name: each.options["num_cpus"] for name, each in cluster.actors.items()} == {"here": 1, "two": 4}
     del cluster.machines["two"]
-    assert service.addresses == ("unix:@here", "tcp://one:1")
+    assert list(service.addresses) == ["unix:@here", "tcp://one:1"]
     assert "of 2 machines" not in caplog.text
     del cluster.machines["one"]
     workers.serve(DATASET)
@@ -103,13 +103,13 @@ def test_nodes_that_are_late_or_begun_again(monkeypatch: pytest.MonkeyPatch, cap
     late, broken = cluster.actors["one"], cluster.actors["here"]
     late.late, asked = True, late.asked
     for _ in range(3):
-        assert service.addresses == ("unix:@here",)
+        assert list(service.addresses) == ["unix:@here"]
     assert late.asked == asked + 1
     late.late, broken.broken = False, True
-    assert service.addresses == ("tcp://one:1",)
+    assert list(service.addresses) == ["tcp://one:1"]
     assert "the node at machine here is not ready" in caplog.text
     broken.broken = False
-    assert service.addresses == ("unix:@here", "tcp://one:1")
+    assert list(service.addresses) == ["unix:@here", "tcp://one:1"]
 
 
 def test_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_copies_and_further_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copy.serve(DATASET).secret() == workers.serve(DATASET).secret()
     assert cluster.actors["here"] is first
     cluster.job = "2"
-    assert workers.serve(DATASET).addresses == ("unix:@here",)
+    assert list(workers.serve(DATASET).addresses) == ["unix:@here"]
     assert cluster.actors["here"] is not first
     workers.close()
 

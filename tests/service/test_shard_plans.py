@@ -66,12 +66,6 @@ def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
             assert_same([*head, *loader], whole)
 
 
-def test_the_definition_says_whether_to_shuffle(node: NodeProcess, folder: Path) -> None:
-    """The loader does not, since it has no dataset to ask."""
-    with pytest.raises(ValueError, match=r"shuffle=True .* give shuffle_buffer= in its definition"):
-        iter(DataLoader[Any](definitions.shards(str(folder)), shuffle=True, **OPTIONS, workers=node.tcp))
-
-
 def test_samples_that_cannot_be_read(node: NodeProcess, folder: Path) -> None:
     """They are left out and recorded, as by local workers; without `on_error` they raise."""
     (folder / "3.jsonl").write_text('{"n": 1}\nnothing\n{"n": 2}\n')
@@ -117,14 +111,3 @@ def test_a_store_that_changes_in_mid_epoch(node: NodeProcess, folder: Path, tmp_
         other.kill()
         with pytest.raises(StateError, match="other shards than those that the epoch was planned with"):
             list(batches)
-
-
-def test_shards_that_cannot_be_found(node: NodeProcess, tmp_path: Path) -> None:
-    """The error is that of local workers, with the same last line."""
-    served = definitions.shards(str(tmp_path / "nothing"))
-    for workers in (None, node.tcp):
-        with (
-            DataLoader[Any](served, **OPTIONS, workers=workers) as loader,
-            pytest.raises(ValueError, match=r"there is no shard below '.*/nothing/'. Is the address right\?$"),
-        ):
-            list(loader)

@@ -106,7 +106,7 @@ class RayWorkers:
             raise ValueError(f"nodes should be 'auto' or a number, at least 1, but got nodes={nodes!r}")
         if cpus_per_node is not None and not (type(cpus_per_node) is int and cpus_per_node >= 1):
             raise ValueError(f"cpus_per_node should be at least 1, but got cpus_per_node={cpus_per_node!r}")
-        self._nodes = nodes
+        self._nodes = None if nodes == "auto" else nodes
         self._cpus_per_node = cpus_per_node
         self._resources = dict(resources or {})
         self._token = secrets.token_hex(32)
@@ -118,7 +118,7 @@ class RayWorkers:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"RayWorkers(nodes={self._nodes})"
+        return f"RayWorkers(nodes={self._nodes or 'auto'})"
 
     def __getstate__(self) -> dict[str, Any]:
         # The nodes are started now, so that they belong to this process, and the copies share them.
@@ -139,10 +139,12 @@ class RayWorkers:
         with self._lock:
             self._start()
         data = _ray().put(definition.data)  # in Ray's store, once for all machines
-        if isinstance(self._nodes, int) and len(self._actors) < self._nodes:
+        if len(self._actors) < (self._nodes or 0):
             text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
             _log.warning(text, self, len(self._actors), self._nodes)
-        service = RayService(repr(self), *_credentials(self._token), ask=partial(self._ask, definition.name, data))
+        token, ca, cert, key = _credentials(self._token)
+        ask = partial(self._ask, definition.name, data)
+        service = RayService(repr(self), token, tls_ca=ca, tls_cert=cert, tls_key=key, ask=ask)
         if not self._ask(definition.name, data, _FIRST_S):
             raise ServiceUnavailable(
                 f"{self!r}: no node was ready within {_FIRST_S:.0f} seconds. `ray list actors` says what Ray waits for"
@@ -193,7 +195,7 @@ class RayWorkers:
         self._asked = {key: question for key, question in self._asked.items() if key[0] in self._actors}
         for machine in sorted(alive, key=lambda each: (each != here, -alive[each])):
             workers = self._cpus_per_node or max(1, alive[machine] // 2)
-            full = self._nodes != "auto" and len(self._actors) >= self._nodes
+            full = self._nodes is not None and len(self._actors) >= self._nodes
             if machine not in self._actors and not full and alive[machine] >= workers:
                 # By its name the copies in other processes find an actor that one of them has started.
                 actor = (
@@ -250,11 +252,12 @@ class RayService(Service):
         return self.url
 
 
-def _credentials(token: str) -> tuple[str | None, ...]:
+def _credentials(token: str) -> tuple[str, str | None, str | None, str | None]:
     """Return the token and the files of certificates: batches are encrypted where Ray encrypts."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return token, None, None, None
-    return token, *map(os.environ.get, ("RAY_TLS_CA_CERT", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY"))
+    found = os.environ.get
+    return token, found("RAY_TLS_CA_CERT"), found("RAY_TLS_SERVER_CERT"), found("RAY_TLS_SERVER_KEY")
 
 
 @functools.cache

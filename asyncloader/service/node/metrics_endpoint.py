@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _REQUEST_S = 5.0
 _MOST_CONNECTIONS = 64
-_MOST_HEADERS = 100
-_MOST_LINE = 1 << 13
+_MOST_REQUEST = 1 << 15  # bytes
 _HELP = {
     "sessions": "Loaders that read here.",
     "lanes": "Logical workers of all loaders.",
@@ -58,7 +57,7 @@ class MetricsEndpoint:
         flags = socket.AI_PASSIVE
         look_up = partial(socket.getaddrinfo, parts.hostname, parts.port, type=socket.SOCK_STREAM, flags=flags)
         hosts = list(dict.fromkeys(str(place[0]) for *_, place in await in_thread(look_up)))
-        self._server = await asyncio.start_server(self._answer, hosts, parts.port, limit=_MOST_LINE)
+        self._server = await asyncio.start_server(self._answer, hosts, parts.port, limit=_MOST_REQUEST)
         host, port = self._server.sockets[0].getsockname()[:2]
         self.address = f"http://{host_and_port(host, port)}"
 
@@ -69,13 +68,8 @@ class MetricsEndpoint:
             self._abort(next(iter(self._writers)))
         try:
             async with asyncio.timeout(_REQUEST_S):
-                request = (await reader.readuntil(b"\r\n")).split()
-                for _ in range(_MOST_HEADERS):
-                    if await reader.readuntil(b"\r\n") == b"\r\n":
-                        break
-                else:
-                    return
-                status, text = self._page(request)
+                request = await reader.readuntil(b"\r\n\r\n")
+                status, text = self._page(request.partition(b"\r\n")[0].split())
                 data = text.encode()
                 head = (
                     f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4\r\nContent-Length: {len(data)}\r\n"
@@ -86,10 +80,10 @@ class MetricsEndpoint:
                 writer.write_eof()
                 # Read to the end: if bytes are unread when a socket is closed, the kernel resets the connection, and
                 # the client may lose the answer.
-                while await reader.read(_MOST_LINE):
+                while await reader.read(_MOST_REQUEST):
                     pass
         except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass  # the connection was reset or slow, or the request was cut off or had a line that is too long
+            pass  # the connection was reset or slow, or the request was cut off or too long
         finally:
             self._abort(writer)
 

@@ -25,7 +25,7 @@ from asyncloader.service.node.async_io import message_of, secure, send_whole, wa
 from asyncloader.service.node.sessions import MemoryQuota, OpenConnection, Session, check_files
 from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
-from asyncloader.service.node.worker_processes import HostProcesses, NotMade, WorkerConnection
+from asyncloader.service.node.worker_processes import HostProcesses, WorkerConnection
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import (
@@ -93,7 +93,7 @@ class Node:
         self._closing: set[asyncio.Task[None]] = set()
         self._handshakes: set[asyncio.Task[None]] = set()
         self._unauthenticated: dict[asyncio.Task[None], None] = {}  # the oldest first
-        self._connections: set[RelayedConnection | LocalConnection] = set()
+        self._connections: set[WorkerConnection] = set()
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
         self.sessions: dict[str, Session] = {}
@@ -115,7 +115,7 @@ class Node:
         for host in [self._host(served, served.arguments) for served in self._served.values() if not served.open]:
             try:
                 info = await host.dataset_info(self._workers)
-            except NotMade as error:
+            except Refused as error:
                 raise ValueError(str(error)) from None
             if info.problem:
                 raise ValueError(info.problem)
@@ -297,10 +297,10 @@ class Node:
         opened = False
         try:
             opened = await self._handshake(link, peer)
-        except (Refused, NotMade, ValueError) as error:
+        except (Refused, ValueError) as error:
             self.refusals += 1
             text = line_of(str(error), _REFUSAL)
-            for_now = isinstance(error, NotMade) or getattr(error, "for_now", False)
+            for_now = isinstance(error, Refused) and error.for_now
             _log.info("a loader at %s was refused: %s", peer, text, extra=by)
             with contextlib.suppress(OSError):
                 link.send(frames.REFUSED, pack_record(Refusal(text, for_now)))
@@ -318,7 +318,6 @@ class Node:
 
         Raises:
             Refused: this loader is not served.
-            NotMade: no process has the dataset.
             ValueError: a message cannot be read.
             OSError: the connection ended.
             TimeoutError: the loader took too long.
@@ -383,7 +382,7 @@ class Node:
     async def _open(
         self, link: Link, peer: str, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo
     ) -> None:
-        connection: RelayedConnection | LocalConnection | None = None
+        connection: WorkerConnection | None = None
         passed: list[socket.socket] = []
 
         def ended() -> None:

@@ -14,10 +14,12 @@ import pickle
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.bridge import in_thread
+from asyncloader.service.node.admission import Refused
 from asyncloader.service.node.hosted_connection import ConnectionOpening
+from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 from asyncloader.service.node.worker_host import (
     DATASET_INFO,
     ENDED,
@@ -54,16 +56,7 @@ _KILLED = "Its loader had it killed: it was at one task for too long."
 _BUSY = "Its process was at the task of another worker connection."
 
 
-class NotMade(Exception):
-    """No process has the dataset; the text says why, on one line. A process may have it later."""
-
-
-class WorkerConnection(Protocol):
-    """The node's end of a worker connection, as `HostProcesses` uses it."""
-
-    def died(self, death: DeathReport) -> None:
-        """Report to the loader that its process died."""
-        ...
+WorkerConnection: TypeAlias = RelayedConnection | LocalConnection
 
 
 class ProcessCounts(NamedTuple):
@@ -151,11 +144,11 @@ class HostProcesses:
             tries: processes that must have failed before it counts as a dataset that cannot be made at the moment.
 
         Raises:
-            NotMade: it cannot be made.
+            Refused: it cannot be made.
         """
         while not self.running and not (self._info is not None and self._info.problem):
             if self.problem and len(self._begun) >= tries:
-                raise NotMade(self.problem)
+                raise Refused(self.problem, for_now=True)
             await self._news.wait()
         assert self._info is not None
         return self._info
@@ -163,10 +156,7 @@ class HostProcesses:
     async def begun(self) -> None:
         """Wait until each process has its dataset or has failed: the first time only, and `_ALL_BEGUN_S` at most."""
         # Otherwise the loaders that come first would all get the process that was ready first.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ALL_BEGUN_S):
-                while len(self._begun) < self.number and not self._waited_for_all:
-                    await self._news.wait()
+        await self._wait(lambda: len(self._begun) >= self.number or self._waited_for_all, _ALL_BEGUN_S)
         if not self._waited_for_all:
             self._waited_for_all = True
             self._notify()  # the loaders that wait here, too
@@ -176,20 +166,24 @@ class HostProcesses:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
+    async def _wait(self, over: Callable[[], bool], seconds: float) -> None:
+        """Wait until this is so after a change, for some seconds at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not over():
+                    await self._news.wait()
+
     async def _ready_processes(self) -> list[_Process]:
         """Return the processes that have the dataset, at least one.
 
         Raises:
-            NotMade: no process has it, for too long.
+            Refused: no process has it, for too long.
         """
         # Awaits nothing after the check: a process cannot die before the caller uses it.
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_NONE_READY_S):
-                while not self.running and not self.problem:
-                    await self._news.wait()
+        await self._wait(lambda: bool(self.running or self.problem), _NONE_READY_S)
         if not self.running:
             late = f"no process of {self.setup.target} had made the dataset after {_NONE_READY_S:.0f} seconds"
-            raise NotMade(self.problem or late)
+            raise Refused(self.problem or late, for_now=True)
         return [each for each in self._processes.values() if each.ready]
 
     @property
@@ -384,7 +378,7 @@ class HostProcesses:
             make_end: makes the node's end, from the socket and the connection's number.
 
         Raises:
-            NotMade: no process has the dataset.
+            Refused: no process has the dataset.
             ConnectionError: the process died.
         """
         # A process that has too few descriptors ends connections at once, so it would always have the fewest.
@@ -409,7 +403,7 @@ class HostProcesses:
         """Have a process make a plan. Returns it, or the error that was raised, packed by `MSGPACK`.
 
         Raises:
-            NotMade: no process has the dataset.
+            Refused: no process has the dataset.
             ConnectionError: the process died.
         """
         made = (await self._ready_processes())[0]

@@ -170,7 +170,8 @@ def _checked(value: Any, kind: Any) -> Any:
     """Check the fields of a named tuple by the annotations of this type, and return one. Raises ValueError."""
     try:
         # As a plain tuple: msgspec takes an object of the type as it is.
-        return msgspec.convert(tuple(value) if isinstance(value, tuple) else None, kind)
+        # `builtin_types`: no text is taken for the bytes that it may encode.
+        return msgspec.convert(tuple(value) if isinstance(value, tuple) else None, kind, builtin_types=(bytes,))
     except msgspec.ValidationError:
         raise _BrokenRecord from None
 

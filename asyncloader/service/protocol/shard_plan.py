@@ -126,14 +126,14 @@ def read_request(body: bytes) -> PlanRequest:
     """
     # Without a limit a request could make the node allocate lists for any number of workers.
     request = read_record(PlanRequest, body)
-    workers, rank, ranks = request[:3]
-    if not (workers >= 1 and rank < ranks and workers * ranks <= _MOST_WORKERS):
-        raise ValueError(f"a plan for rank {rank} of {ranks} with {workers} workers")
+    if request.rank >= request.ranks:
+        raise ValueError(f"a plan for rank {request.rank} of {request.ranks}")
+    check_catalog(request)
     return request
 
 
-def check_catalog(catalog: Catalog) -> None:
-    """Check the catalog of an OPENING. Errors as `read_request`."""
+def check_catalog(catalog: Catalog | PlanRequest) -> None:
+    """Check the numbers of workers and ranks. Errors as `read_request`."""
     if not (catalog.workers >= 1 and catalog.ranks >= 1 and catalog.workers * catalog.ranks <= _MOST_WORKERS):
         raise ValueError(f"a plan for {catalog.ranks} ranks with {catalog.workers} workers")
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -56,37 +55,6 @@ def test_batches_are_those_of_stock_accelerate(num_workers: int, shuffle: bool) 
     assert batches_given(ours.base_dataloader) == 10
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"batch_size": 8, "drop_last": True},
-        {"batch_size": None},
-        {"sampler": [3, 1, 2, 1]},
-        {"batch_sampler": [[0, 1, 2], [3], [4, 5]]},
-        {"batch_size": 4, "collate_fn": len},
-    ],
-    ids=["drop_last", "no batches", "sampler", "batch_sampler", "collate_fn"],
-)
-def test_arguments_survive(arguments: dict[str, Any]) -> None:
-    """Every argument that decides how batches are made is kept."""
-    stock, ours = both(Rows(10), num_workers=1, **arguments)
-    assert type(ours.base_dataloader) is OURS
-    assert_same(epochs(ours), epochs(stock))
-
-
-@pytest.mark.thorough
-def test_seedable_sampler() -> None:
-    """With `use_seedable_sampler` the order depends on the epoch's number alone, as with a stock loader."""
-    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
-    stock, ours = both(Rows(24), config=config, batch_size=8, shuffle=True, num_workers=2)
-    expected, got = epochs(stock), epochs(ours)
-    assert_same(got, expected)
-    stock.set_epoch(5)
-    ours.set_epoch(5)
-    assert_same(epochs(ours, 1), epochs(stock, 1))
-
-
 @pytest.mark.parametrize(
     ("dispatch", "wrapper"), [(None, DataLoaderDispatcher), (False, DataLoaderShard)], ids=["dispatcher", "shard"]
 )
@@ -123,15 +91,6 @@ def test_prepare_hands_its_options_on() -> None:
     assert shard.device is None
 
 
-def test_prepare_twice() -> None:
-    """A prepared loader prepared again is the same object, with the same loader inside."""
-    shard = prepared(OURS(Rows(8), 4))
-    inside = shard.base_dataloader
-    again = prepare(accelerator(), shard)
-    assert again is shard
-    assert again.base_dataloader is inside
-
-
 def test_persistent_workers_end_with_the_loader() -> None:
     """Workers last from epoch to epoch and end when the prepared loader is dropped."""
     running = accelerator()
@@ -145,14 +104,6 @@ def test_persistent_workers_end_with_the_loader() -> None:
         del shard
         gc.collect()
         workers.wait()
-
-
-def test_prepared_loader_pickles() -> None:
-    """A prepared loader can be sent to another process, with our loader inside."""
-    again = pickle.loads(pickle.dumps(prepared(OURS(Rows(8), 4, **OWN))))
-    assert type(again).__name__ == DataLoaderShard.__name__
-    assert (type(again.base_dataloader), again.base_dataloader.snapshot_every_n_steps) == (OURS, 3)
-    assert len(list(again)) == 2
 
 
 # -------------------------------------------------------------------------------------------- gradient state
@@ -177,18 +128,6 @@ def test_gradient_state_is_fed() -> None:
     assert seen[1][0][1] == 5
 
 
-def test_last_batch_is_a_step_whatever_the_accumulation() -> None:
-    """With four batches per step, `accumulate` synchronizes at each fourth batch and at the last batch of the epoch."""
-    running = accelerator(gradient_accumulation_steps=4)
-    model, loader = prepare(running, Line(), OURS(Rows(44), 8, num_workers=2))
-    steps = []
-    for batch in loader:
-        with running.accumulate(model):
-            running.backward(model(**batch)["loss"])
-            steps.append(running.sync_gradients)
-    assert steps == [False, False, False, True, False, True]
-
-
 def test_training_gives_the_weights_of_stock_accelerate() -> None:
     """Two epochs with accumulation end in the very same weights."""
     weights = []
@@ -208,14 +147,6 @@ def test_training_gives_the_weights_of_stock_accelerate() -> None:
                     optimizer.zero_grad()
         weights.append(model.state_dict())
     assert_same(weights[1], weights[0])
-
-
-def test_gather_in_one_process() -> None:
-    """In one process `gather_for_metrics` gives each row once, as with a stock loader."""
-    running = accelerator()
-    loader = prepare(running, OURS(torch.arange(21), 8, num_workers=2))
-    gathered: list[Any] = [running.gather_for_metrics(batch) for batch in loader]
-    assert torch.cat(gathered).tolist() == list(range(21))
 
 
 @pytest.mark.thorough

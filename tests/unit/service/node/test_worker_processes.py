@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from asyncloader.service.node.admission import Refused
 from asyncloader.service.node.worker_host import NOT_MADE
-from asyncloader.service.node.worker_processes import HostProcesses, NotMade, _Process
+from asyncloader.service.node.worker_processes import HostProcesses, _Process
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
@@ -37,7 +38,7 @@ async def test_one_that_cannot_be_forked(error: Exception, monkeypatch: pytest.M
     setup: Any = SimpleNamespace(target="data:train", threads=False)
     processes = HostProcesses(setup, 1)
     processes.start()
-    with pytest.raises(NotMade, match=f"data:train: its process cannot be started: {type(error).__name__}"):
+    with pytest.raises(Refused, match=f"data:train: its process cannot be started: {type(error).__name__}"):
         await processes.dataset_info()
     await tried.wait()
     await processes.close()

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from asyncloader.service.protocol import connection as link_module
 from asyncloader.service.protocol.connection import Link
-from asyncloader.service.protocol.frames import Header, pack_header, unpack_header
+from asyncloader.service.protocol.frames import Header, pack_header
 from tests.helpers.running import PATIENCE_S
 from tests.service.certificates import make_authority
 
@@ -202,12 +202,6 @@ def test_bytes_that_tls_has_decrypted(tmp_path: Path, monkeypatch: pytest.Monkey
             sender.sendall((pack_header(1, 500) + bytes(500)) * 30)  # one record
             assert select.select([receiver], [], [], PATIENCE_S)[0]
             assert len(list(receiver.receive())) == 30
-
-
-def test_a_header_of_another_protocol() -> None:
-    """The error shows the bytes."""
-    with pytest.raises(ValueError, match="b'HTTP'"):
-        unpack_header(b"HTTP/1.1 200 OK" + bytes(32), 1, 1)
 
 
 class CountingSocket(socket.socket):
