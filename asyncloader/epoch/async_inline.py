@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from time import perf_counter
 from typing import Any, Generic, Self, TypeVar
@@ -70,7 +70,6 @@ class AsyncInlineIterator(Generic[B_co]):
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, Any, PackedCursor | None]] | None = None
         self._records: list[SkippedSample] = []  # of the pending batch
-        self._cancellable = False  # while waiting for an async sampler, or for the other ranks
         self._ended: str | None = None  # why there are no more batches, as in async_iterator.py
 
     def __aiter__(self) -> Self:
@@ -186,7 +185,7 @@ class AsyncInlineIterator(Generic[B_co]):
         with UnexpectedCancellation("the dataset's or sampler's"):
             index, batch = await self._fetched()
         cursor = epoch.cursor()
-        if (ranks := epoch.agreement) is not None and not await self._cancellably(
+        if (ranks := epoch.agreement) is not None and not await epoch.cancellably(
             in_daemon(lambda: epoch.agreed(ranks.batch))
         ):
             raise EndOfData
@@ -197,26 +196,14 @@ class AsyncInlineIterator(Generic[B_co]):
     async def _fetched(self) -> tuple[Any, Any]:
         epoch = self._epoch
         if not epoch.opened:
-            await self._cancellably(epoch.open())
-        if epoch.prefetcher is not None:
-            epoch.pull_ahead(epoch.prefetcher)
-            epoch.start_ahead(epoch.prefetcher)
-            with epoch.measured():
-                return await epoch.prefetcher.take(self._records)
-        index = await self._cancellably(epoch.due_index())
+            await epoch.cancellably(epoch.open())
         if not epoch.reader.asynchronous:
-            fetch = epoch.measuring(epoch.reader.fetch)
-            return index, await self._place.fetch_in_thread(fetch, index, self._records)
+            return await epoch.read(
+                self._records, partial(self._place.fetch_in_thread, epoch.measuring(epoch.reader.fetch))
+            )
+        epoch.pull_ahead()
         with epoch.measured():
-            return index, await epoch.reader.fetch_async(index, self._records)
-
-    async def _cancellably(self, work: Awaitable[T]) -> T:
-        # Tells `aclose` that the pending batch may be cancelled: here no call of the dataset is in progress.
-        self._cancellable = True
-        try:
-            return await work
-        finally:
-            self._cancellable = False
+            return await epoch.read(self._records)
 
     def _end(self, why: str) -> None:
         self._ended = why
@@ -252,7 +239,7 @@ class AsyncInlineIterator(Generic[B_co]):
     def _abandon(self, pending: asyncio.Future[Any]) -> None:
         """End the pending batch. In the loop's thread."""
         # A call in a thread cannot be cancelled.
-        if self._epoch.reader.asynchronous or self._cancellable:
+        if self._epoch.reader.asynchronous or self._epoch.cancellable:
             pending.cancel()
         pending.add_done_callback(mark_retrieved)  # perhaps no consumer waits for it
 

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter, process_time, thread_time
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
 
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline_prefetch import BatchPrefetcher, SamplerFailure
+from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.inline_reader import make_reader
 from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.epoch.run_reading import tell_verdict
@@ -46,6 +45,7 @@ from asyncloader.workers.processor_use import thread_delay
 
 P = ParamSpec("P")
 T = TypeVar("T")
+_Call: TypeAlias = Callable[[Any, list[SkippedSample]], Awaitable[Any]]
 
 _END, _TAKEN = object(), object()  # no index is left; the first index was taken
 _BEGUN: PendingBatch = (None, 0, None, NO_BATCH)
@@ -101,6 +101,8 @@ class InlineEpoch:
         # Whether the sync iterator was closed.
         self.fetching: set[asyncio.Task[Any]] = set()
         # What another thread waits for in the bridge's loop, which `close` cancels.
+        self.cancellable = False
+        # Whether what `read` waits for may be cancelled.
 
     def _begin(self, progress: Progress, torch_iter: TorchIterator) -> None:
         self.progress = progress
@@ -112,24 +114,25 @@ class InlineEpoch:
         self._cursor: PackedCursor | None = None  # after that batch
         self._agreed = self._refused = False  # the ranks have agreed on the batch that is made, or could not
         self._due: tuple[Any] | None = None  # the index of that batch, from an async sampler
-        self._ahead: deque[Any] = deque()  # indices that the prefetcher does not have yet
-        self._given, self._fresh = 0, True  # indices that were taken for the prefetcher
+        self._fresh = True
         self._broken = ""  # the kind of error with which a store has ended an async sampler
         self._first: Any = _TAKEN
         self.reader = reader = make_reader(torch_iter, progress, self._recorder)
         self._streams = None if isinstance(reader, DatasetReader) else reader
-        if self._alone and isinstance(reader, DatasetReader) and not reader.asynchronous:
+        # The same reader, where the dataset is awaited, or read by threads.
+        self._awaited = reader if isinstance(reader, DatasetReader) and reader.asynchronous else None
+        if self._alone and isinstance(reader, DatasetReader) and self._awaited is None:
             # Weak, because the loader keeps the position of its newest iterator, which must not keep the dataset's
             # reader.
             progress.live = weakref.WeakMethod(reader.live_cursor)
-        self.on_loop = reader.asynchronous or self.source is not None
+        self.on_loop = self._awaited is not None or self.source is not None
         """Whether an event loop reads the dataset: in a sync loader the private one."""
         self.opened = not self.on_loop
         """Whether nothing has to be awaited before the first sample, or `open` has done it."""
         self.context = self.reader.context()
         self.prefetcher: BatchPrefetcher | None = None  # blocking datasets and streams have none
-        if isinstance(reader, DatasetReader) and reader.asynchronous and not config.iterable:
-            self.prefetcher = BatchPrefetcher(reader, self.context, config.credits)
+        if self._awaited is not None and not config.iterable:
+            self.prefetcher = BatchPrefetcher(self._awaited, self.context, config.credits)
 
     def refresh(self) -> None:
         """Before the first batch: begin once more if another epoch was set since."""
@@ -157,9 +160,9 @@ class InlineEpoch:
             indices = self.source.read(self.progress)
             self._first = await anext(indices, _END)
             self._indices = indices  # only now: the generator ends with an error
-        if self.reader.asynchronous:
+        if self._awaited is not None:
             await self.context.open()
-            await self.reader.open()
+            await self._awaited.open()
         self.opened = True
 
     # -------------------------------------------------------------------------------------------- indices
@@ -202,43 +205,32 @@ class InlineEpoch:
         time_pull(self.progress.sampler_log, self._recorder, perf_counter() - began)
         return index
 
-    async def due_index(self) -> Any:
-        """`next_index_async`; the same index again if the batch of that index was interrupted."""
-        if self._due is None:
-            self._due = (await self.next_index_async(),)
-        return self._due[0]
-
-    def pull_ahead(self, prefetcher: BatchPrefetcher) -> None:
-        """Advance a plain sampler by the number of batches that the prefetcher has room for, for `start_ahead`. In the
-        consumer's thread.
+    async def read(self, records: list[SkippedSample], call: _Call | None = None) -> tuple[Any, Any]:
+        """The next index and its batch, read on this loop, once the epoch is open. `call`: calls a blocking dataset;
+        None: it is called here.
         """
-        torch_iter = self._base()
-        failed = False
-        while torch_iter.order is not None and not failed and len(self._ahead) < prefetcher.room:
-            # By a count of their own: `_tasks` counts deliveries, which come later.
-            task = self._given
-            try:
-                index = self._pull(torch_iter, task)
-            except EndOfData:
-                break
-            except Exception as error:  # raised after the batches that were started before
-                index, failed = SamplerFailure(error), True
-            # No calls from here on: after Ctrl-C each index must be either kept, or taken again.
-            self._ahead += (index,)
-            self._given = task + 1
+        if self.prefetcher is not None:
+            self.prefetcher.start(None if self.source is None else self.next_index_async)
+            return await self.prefetcher.take(records)
+        if self._due is None:  # else the batch of that index was interrupted
+            self._due = (await self.cancellably(self.next_index_async()),)
+        index = self._due[0]
+        if self._awaited is not None:
+            return index, await self._awaited.fetch_async(index, records)
+        return index, self.reader.fetch(index, records) if call is None else await call(index, records)
 
-    def start_ahead(self, prefetcher: BatchPrefetcher) -> None:
-        """Fill the prefetcher: with the indices of `pull_ahead`, or with those that an async sampler will give. In the
-        loop's thread.
-        """
-        while self._ahead:
-            index = self._ahead.popleft()
-            if isinstance(index, SamplerFailure):
-                prefetcher.add_error(index.error)
-            else:
-                prefetcher.start(index)
-        while self.source is not None and prefetcher.room > 0:
-            prefetcher.start_next(self.next_index_async)
+    async def cancellably(self, work: Awaitable[T]) -> T:
+        """Await something while no call of the dataset is in progress."""
+        self.cancellable = True
+        try:
+            return await work
+        finally:
+            self.cancellable = False
+
+    def pull_ahead(self) -> None:
+        """Take a plain sampler's indices for batches that are read ahead. In the consumer's thread, before `read`."""
+        if self.prefetcher is not None and self.source is None:
+            self.prefetcher.pull_ahead(partial(self._pull, self._base()))
 
     # ----------------------------------------------------------------------------------------- per batch
 
@@ -339,7 +331,8 @@ class InlineEpoch:
 
     def copied(self, batch: Any) -> Any:
         """Begin to copy a batch to the device, or make its pinned copy. Any thread."""
-        name, began = "h2d" if self._pin is None else "pin", perf_counter()
+        name: Literal["h2d", "pin"] = "h2d" if self._pin is None else "pin"
+        began = perf_counter()
         with in_range(f"asyncloader::{name}") if recorded() else nullcontext():
             if self._transfer is None:
                 batch = cast("Callable[[Any], Any]", self._pin)(batch)

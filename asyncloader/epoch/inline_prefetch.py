@@ -7,7 +7,7 @@ Only samples are fetched ahead. The sampler is advanced and batches are collated
 so draws from the global generators happen in the same order as without prefetching. An error is raised when its batch
 is due. If a store failed, the batch stays, and is fetched again at the next call, with all others at which it failed.
 
-A prefetcher belongs to one loop's thread. The consumer's thread may only read `room`, while the loop is not using it.
+A prefetcher belongs to one loop's thread. The consumer's thread may only call `pull_ahead`, while the loop waits.
 """
 
 from __future__ import annotations
@@ -53,6 +53,8 @@ class BatchPrefetcher:
         self._context = context
         self.credits = credits
         self._entries: deque[_Entry] = deque()
+        self._pulled: deque[tuple[Any, Exception | None]] = deque()  # indices that are not started; or an error instead
+        self._given = 0  # of these, so far
         self._index_lock: asyncio.Lock | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -61,26 +63,41 @@ class BatchPrefetcher:
         """How many more batches may be started."""
         return self.credits - len(self._entries)
 
-    def start(self, index: Any) -> None:
-        """Start to fetch the samples of this index."""
-        entry = _Entry()
-        entry.index = index
-        self._entries.append(entry)
-        self._begin(entry, self._fetch(entry))
+    def pull_ahead(self, pull: Callable[[int], Any]) -> None:
+        """Take as many indices from a plain sampler as there is room for. `pull` gives the index of a number, and the
+        same again until the next number. In the consumer's thread.
+        """
+        failed = False
+        while not failed and len(self._pulled) < self.room:
+            number, error = self._given, None
+            try:
+                index = pull(number)
+            except EndOfData:
+                break
+            except Exception as raised:  # raised after the batches that were started before
+                index, error, failed = None, raised, True
+            # No calls from here on: after Ctrl-C each index must be either kept, or taken again.
+            self._pulled += ((index, error),)
+            self._given, error = number + 1, None
 
-    def start_next(self, next_index: Callable[[], Awaitable[Any]]) -> None:
-        """Start to fetch the samples of the index that `next_index` gives. It is called in the order of these calls."""
-        entry = _Entry()
-        self._entries.append(entry)
-        self._begin(entry, self._fetch_next(entry, next_index))
-
-    def add_error(self, error: BaseException) -> None:
-        """Raise this error in place of the next batch."""
-        entry = _Entry()
-        entry.samples = asyncio.get_running_loop().create_future()
-        entry.samples.set_exception(error)
-        entry.samples.exception()  # marks it as retrieved, in case the consumer stops before it
-        self._entries.append(entry)
+    def start(self, next_index: Callable[[], Awaitable[Any]] | None) -> None:
+        """Start the batches of the indices that were pulled; or, with `next_index`, of those that it gives, in the
+        order of its calls. In the loop's thread.
+        """
+        while self._pulled:
+            entry = _Entry()
+            entry.index, error = self._pulled.popleft()
+            self._entries.append(entry)
+            if error is None:
+                self._begin(entry, self._fetch(entry))
+                continue
+            entry.index, entry.samples = _UNKNOWN, asyncio.get_running_loop().create_future()
+            entry.samples.set_exception(error)
+            entry.samples.exception()  # marks it as retrieved, in case the consumer stops before it
+        while next_index is not None and self.room > 0:
+            entry = _Entry()
+            self._entries.append(entry)
+            self._begin(entry, self._fetch_next(entry, next_index))
 
     def _begin(self, entry: _Entry, coroutine: Any) -> None:
         self._loop = asyncio.get_running_loop()
@@ -184,10 +201,3 @@ def mark_retrieved(future: asyncio.Future[Any]) -> None:
     """Have the loop not log the error of a future that is done: it is raised elsewhere, or not wanted any more."""
     if not future.cancelled():
         future.exception()
-
-
-class SamplerFailure:
-    """Stands for an index: the sampler raised this error instead."""
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error

@@ -137,8 +137,8 @@ class SyncInlineIterator(CountedNext):
         while result is None:  # twice if the epoch was not open
             if self._call is None:
                 # Here, and not in the loop's thread: a plain sampler is advanced in the caller's thread, in `next()`.
-                if epoch.opened and epoch.prefetcher is not None:
-                    epoch.pull_ahead(epoch.prefetcher)
+                if epoch.opened:
+                    epoch.pull_ahead()
                 found: list[SkippedSample] = []
                 self._call = Call(_fetch(epoch, found)), found
             result = self._wait(bridge, *self._call, records)
@@ -224,13 +224,7 @@ async def _fetch(epoch: InlineEpoch, records: list[SkippedSample]) -> tuple[Any,
                 await epoch.open()  # not measured, as the first batch is then not looked at
                 return None
             with epoch.measured():
-                if epoch.prefetcher is not None:
-                    epoch.start_ahead(epoch.prefetcher)
-                    return await epoch.prefetcher.take(records)
-                index = await epoch.due_index()
-                if epoch.reader.asynchronous:
-                    return index, await epoch.reader.fetch_async(index, records)
-                return index, epoch.reader.fetch(index, records)
+                return await epoch.read(records)
     finally:
         epoch.fetching.discard(task)
 

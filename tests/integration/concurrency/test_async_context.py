@@ -143,15 +143,16 @@ class Refuses(Opens):
 
 @pytest.mark.parametrize("kind", BOTH)
 def test_an_error_at_entering_is_one_of_start_up(kind: str, tmp_path: Path) -> None:
-    """No batch is lost to it: the next call of `next` has the workers enter again."""
+    """No batch is lost to it: another loop has the workers enter again."""
     for persistent in (False, True):
         folder = tmp_path / str(persistent)
         folder.mkdir()
         options = {"batch_size": 4, "num_workers": 1, "persistent_workers": persistent}
-        got = outcomes(kind, Refuses(folder), **options)
-        assert [each[0] for each in got[:1]] == [ConnectionError]
-        assert "no store" in got[0][1]
-        assert [batch.tolist() for batch in got[1:]] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        with Stepwise(kind, Refuses(folder), **options) as run:
+            run.begin()
+            with pytest.raises(ConnectionError, match="no store"):
+                run.step()
+            assert [batch.tolist() for batch in run.epoch()] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("kind", BOTH)

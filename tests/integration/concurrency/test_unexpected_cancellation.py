@@ -125,10 +125,11 @@ def test_an_error_in_its_place(kind: str, workers: int, name: str) -> None:
 @pytest.mark.parametrize("kind", BOTH)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_context(kind: str, workers: int) -> None:
-    """Each call of `next` enters it once more."""
+    """Each call of `next` enters it once more; of workers another loop."""
     with Stepwise(kind, Opens(), batch_size=2, num_workers=workers) as run:
-        run.begin()
         for _ in range(2):
+            if workers or run.iterator is None:
+                run.begin()
             with pytest.raises(RuntimeError, match="cancelled itself"):
                 run.step()
 

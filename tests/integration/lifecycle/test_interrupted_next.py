@@ -15,6 +15,7 @@ from asyncloader.bridge import Bridge, Call
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer
 from asyncloader.epoch.inline import InlineEpoch
+from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.inline_reader import StreamsInTurn
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
@@ -175,6 +176,7 @@ class Streams(Stream):
 INLINE = [
     *(SyncInlineIterator._next_data, SyncInlineIterator._fetch_here, SyncInlineIterator._fetch_on_bridge),
     *(InlineEpoch.step, InlineEpoch._continued, InlineEpoch.next_index, InlineEpoch._pull, InlineEpoch.pull_ahead),
+    BatchPrefetcher.pull_ahead,
     *(InlineEpoch.delivered, InlineEpoch._settle, InlineEpoch.cursor, InlineEpoch.failed),
     *(InlineEpoch.instead, pull_timed),
     *(DatasetReader.fetch, DatasetReader.cursor, DatasetReader.taken, MapFetcher.fetch, MapFetcher._torch_samples),
