@@ -19,7 +19,7 @@ from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.options.auto import is_auto
+from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
     OPTION_NAMES,
     OUR_OPTION_NAMES,
@@ -162,8 +162,7 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         except BaseException:
             undo()
             raise
-        self._asyncloader_newest(iterator)
-        self._asyncloader_began(iterator, iterator.close)
+        self._asyncloader_began(state, iterator, iterator.close)
         return iterator
 
     def _begin_torch_iter(self, progress: Progress, pool_cache: _LoaderPoolCache) -> tuple[TorchIterator, EpochConfig]:
@@ -323,7 +322,7 @@ class _LoaderPoolCache:
 
 
 def _check_auto(num_workers: Any) -> None:
-    if is_auto(num_workers):
+    if num_workers == AUTO:
         raise ValueError(
             'num_workers="auto" is a trial of some seconds before the first epoch, for which the event loop of an '
             'AsyncDataLoader would have to wait. Give a number: that of a DataLoader with "auto", or the one that '

@@ -5,7 +5,7 @@ Data path: beside the consumer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +41,9 @@ def as_text(name: str, spec: LoaderSpec[Any], place: str) -> str:
 
 def as_html(name: str, spec: LoaderSpec[Any], place: str, run: Reading | None = None) -> str:
     """The same as a table, with the figures and the verdict of its run so far."""
-    return html_table(name, {**_parts(spec), "position": place}, run)
-
-
-def html_table(name: str, cells: Mapping[str, str], run: Reading | None) -> str:
-    """A table for notebooks: the class, some cells with their names, and the figures and the verdict of a run."""
     import html
+
+    cells = {**_parts(spec), "position": place}
 
     if run is not None:
         from asyncloader.live.snapshot import Snapshots, summary

@@ -18,7 +18,7 @@ from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers,
 from asyncloader.errors import StateError
 from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
-from asyncloader.options.auto import choice_of, set_workers
+from asyncloader.options.auto import set_workers
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
     B_co,
@@ -88,7 +88,7 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         try:
             if not self._asyncloader_state.closed:
                 # Before torch's code is on the stack, which warnings would name. A number is chosen for local datasets.
-                choose_workers(self) if choice_of(self) else ask_dataset(self)
+                choose_workers(self) if self._asyncloader_choice else ask_dataset(self)
             return super().__iter__()  # type: ignore[return-value]
         except Exception as error:
             hide_our_frames(error)
@@ -112,9 +112,8 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
             except BaseException:
                 undo()
                 raise
-            self._asyncloader_newest(iterator)
         # Only now, when the workers exist: they are forked before there is a thread for the view.
-        self._asyncloader_began(iterator, iterator._shutdown_workers)
+        self._asyncloader_began(state, iterator, iterator._shutdown_workers)
         return iterator
 
     def __enter__(self) -> Self:

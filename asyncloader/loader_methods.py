@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.loader_device import kept_rings_of
+from asyncloader.epoch.torch_iterator import ThreadIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.explain import as_text, diagnose_run, explain
 from asyncloader.options.clone import made_from
@@ -123,13 +124,18 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         state = self._asyncloader_state
         return "closed" if state.closed else state.keeper.place
 
-    def _asyncloader_began(self, iterator: Any, end: Callable[[], object]) -> None:
+    def _asyncloader_began(self, state: LoaderState, iterator: Any, end: Callable[[], object]) -> None:
         """Take note of a new iterator, which `end` ends.
 
         Raises:
             LoaderClosed: the loader was closed meanwhile.
         """
-        state = self._asyncloader_state
+        if not isinstance(iterator, ThreadIterator):  # which is torch's, and has no position
+            state.newest = weakref.ref(iterator)
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
+
+                watch_ranks(self._asyncloader_spec, state.statistics)
         state.iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.
         if state.closed:
@@ -137,10 +143,6 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
             raise self._asyncloader_closed()
         if state.watched:
             state.watch(self, LoaderMethods._asyncloader_watched)
-
-    def _asyncloader_newest(self, iterator: Any) -> None:
-        """Take note of a new iterator of ours, whose position is the loader's."""
-        self._asyncloader_state.newest = weakref.ref(iterator)
 
     def _asyncloader_closed(self) -> LoaderClosed:
         return LoaderClosed(f"{self!r} is closed; make a new loader to iterate again")

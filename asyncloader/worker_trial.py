@@ -9,24 +9,21 @@ generator.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import random
 import sys
-from collections.abc import Generator
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
 from asyncloader.cpus import usable_cpus
-from asyncloader.options.auto import AutoWorkers, choice_of
+from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
 from asyncloader.telemetry.run_figures import MOST_WAITING_WORKERS
+from asyncloader.workers.fetch.seeding import global_generators_kept
 from asyncloader.workers.memory.segment import memory_limit
 from asyncloader.workers.memory_limit import private_bytes
 
@@ -51,7 +48,7 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
 
     An error of the dataset ends the trial, with the number at its beginning: the epoch raises it at its place.
     """
-    auto = choice_of(spec)
+    auto = spec._asyncloader_choice
     # An empty epoch measures nothing; the first epoch with samples has the trial.
     if auto is None or auto.chosen or not len(spec.dataset):  # type: ignore[arg-type]
         return
@@ -60,7 +57,7 @@ def choose_workers(spec: LoaderSpec[Any]) -> None:
     _log.info(
         'num_workers="auto" tries numbers of workers on random samples, %g s at most, before the first epoch', _SECONDS
     )
-    with _generators_kept():
+    with global_generators_kept():
         try:
             _try(spec, auto, began + _READING_S)
         except Exception as error:
@@ -166,15 +163,3 @@ class _Endless(RandomSampler):
         generator = torch.Generator()
         generator.manual_seed(_SEED)
         super().__init__(dataset, replacement=True, num_samples=1 << 40, generator=generator)
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Generator[None]:
-    """Set this process's global generators back afterwards: code of the user's that runs here may draw from them."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])

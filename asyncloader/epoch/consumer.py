@@ -121,7 +121,7 @@ class Consumer(SamplerReading):
         self._skipped = SkippedSampleLog(config.max_skipped_samples, statistics)
         self._agreement = progress.agreement
         self._agreeing: AgreementStage | None = None
-        self._adapts = config.reorder_window > 0 or config.credits > config.least_credits
+        self._adapts = config.reorder_window > 0 or config.credits > config.prefetch_factor
         self.offers = self._prime(config.credits * config.num_workers + config.reorder_window)
         """Indices taken before the first batch; in torch mode the number that torch takes."""
 

@@ -155,7 +155,7 @@ def make_pool(config: EpochConfig, setup: WorkerSetup, kept: KeptRings | None, s
         concurrent=config.concurrent,
         reorder_window=config.reorder_window,
         worker_timeout=config.worker_timeout,
-        least_credits=config.least_credits,
+        least_credits=config.prefetch_factor,
         kept=kept,
         statistics=statistics,
     )

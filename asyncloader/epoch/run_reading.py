@@ -62,7 +62,7 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         persistent=config.persistent_workers,
         forks=start_method(config) == "fork",
         in_threads=in_threads,
-        prefetch_factor=config.prefetch_factor,
+        prefetch_factor=config.prefetch_factor if config.num_workers else None,
         iterable=config.iterable,
         one_by_one=config.iterable or config.planned,
         streams=config.loader_streams,

@@ -46,17 +46,6 @@ def first_number() -> int:
     return min(usable_cpus(), _FIRST_WORKERS)
 
 
-def choice_of(loader: Any) -> AutoWorkers | None:
-    """The loader's own choice of the number of workers; None: the user gave a number."""
-    choice: AutoWorkers | None = vars(loader).get("_asyncloader_choice")
-    return choice
-
-
-def is_auto(value: Any) -> bool:
-    """Whether a number of workers is left to the loader."""
-    return isinstance(value, str) and value == AUTO
-
-
 def set_workers(loader: Any, value: Any) -> int:
     """Return the number for the attribute `num_workers` of a loader that has been made, as torch lets a user set it
     until it is iterated: "auto" becomes a choice of the loader's own.
@@ -68,7 +57,7 @@ def set_workers(loader: Any, value: Any) -> int:
     Raises:
         ValueError: as `check_choice`.
     """
-    if not is_auto(value):
+    if value != AUTO:
         vars(loader).pop("_asyncloader_choice", None)
         return value  # type: ignore[no-any-return]
     now = {each: getattr(loader, each) for each in ("dataset", "batch_size", "batch_sampler")}

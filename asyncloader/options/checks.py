@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
-from asyncloader.options.auto import is_auto
+from asyncloader.options.auto import AUTO
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
@@ -61,10 +61,10 @@ def checks_of(options: Mapping[str, Any], defaults: Mapping[str, Any], *, iterab
 def check_numbers(arguments: Mapping[str, Any]) -> None:
     """Raise the TypeError that torch would raise later, or about an operator, if one of its numbers is not a number."""
     workers, ahead = arguments["num_workers"], arguments["prefetch_factor"]
-    if not is_auto(workers) and workers != 0 and not hasattr(workers, "__index__"):
+    if workers not in (AUTO, 0) and not hasattr(workers, "__index__"):
         raise TypeError(f"num_workers should be an integer or 'auto', but got num_workers={workers!r}")
     if ahead is not None and ahead != 0 and not hasattr(ahead, "__index__"):
-        hint = ': "auto" is gone, and `asyncloader try` measures numbers' if is_auto(ahead) else ""
+        hint = ': "auto" is gone, and `asyncloader try` measures numbers' if ahead == AUTO else ""
         raise TypeError(f"prefetch_factor should be an integer or None, but got prefetch_factor={ahead!r}{hint}")
 
 

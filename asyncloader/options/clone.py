@@ -19,7 +19,7 @@ from torch.utils.data import RandomSampler, SequentialSampler, default_collate, 
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.datapipes.datapipe import _IterDataPipeSerializationWrapper, _MapDataPipeSerializationWrapper
 
-from asyncloader.options.auto import AUTO, choice_of
+from asyncloader.options.auto import AUTO
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import DEFAULTS, OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec
 from asyncloader.options.objects import flattened, grouped
@@ -71,7 +71,7 @@ def constructor_arguments(
     for name in _PLAIN:
         if hasattr(loader, name):  # older versions of torch lack some
             arguments[name] = getattr(loader, name)
-    if choice_of(loader) is not None:
+    if getattr(loader, "_asyncloader_choice", None) is not None:
         arguments["num_workers"] = AUTO
     arguments |= _ours(loader, own)
     if loader.collate_fn is not (default_collate if loader._auto_collation else default_convert):

@@ -30,7 +30,7 @@ from typing_extensions import TypeVar
 from asyncloader.bridge import run_in_thread
 from asyncloader.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto import AutoWorkers, check_choice, choice_of, first_number, is_auto, makes_threads
+from asyncloader.options.auto import AUTO, AutoWorkers, check_choice, first_number, makes_threads
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -278,6 +278,9 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     _asyncloader_awaits_workers = False
     """Whether `iter()` waits until the workers have begun, and raises an error of one that could not."""
 
+    _asyncloader_choice: AutoWorkers | None = None
+    """The loader's own choice of the number of workers; None: the user gave it."""
+
     _asyncloader_options: OurOptions
 
     def _asyncloader_construct(self, arguments: dict[str, Any]) -> None:
@@ -312,7 +315,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         flat, defaults = flattened(arguments), FLAT_DEFAULTS
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
-        if is_auto(arguments["num_workers"]):
+        if arguments["num_workers"] == AUTO:
             check_choice(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
             self.__dict__["_asyncloader_choice"] = AutoWorkers()
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
@@ -381,7 +384,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
     def check_worker_number_rationality(self) -> None:
         """Give torch's warning about too many workers, but also consider a container's CPU quota, and threads."""
         options = vars(self).get("_asyncloader_options")
-        if options is None or isinstance(self.dataset, RemoteDataset) or choice_of(self):
+        if options is None or isinstance(self.dataset, RemoteDataset) or self._asyncloader_choice:
             # torch's constructor calls this before the options are known; or the workers are elsewhere; or their number
             # was not asked for.
             return
@@ -408,7 +411,7 @@ for _name in DEPENDING:
 def _for_torch(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments for torch's constructor, which knows no "auto", no asynchronous streams and no seeds."""
     given, dataset = dict(arguments), arguments["dataset"]
-    if is_auto(given["num_workers"]):
+    if given["num_workers"] == AUTO:
         given["num_workers"] = first_number()
     if is_async_stream(dataset):
         given["dataset"] = _StreamForTorch()  # so that torch checks the arguments as for an iterable dataset

@@ -14,7 +14,6 @@ for tasks and batches that are on the way. `workers/memory/ring_manager.py` limi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NoReturn, Self
@@ -22,9 +21,9 @@ from typing import Any, NoReturn, Self
 import torch
 
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto import AutoWorkers, choice_of
+from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.checks import max_restarts
-from asyncloader.options.declaration import DEFAULTS, FIELD_NAMES, LoaderSpec, OnError, is_iterable
+from asyncloader.options.declaration import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, OnError, is_iterable
 from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
@@ -43,37 +42,17 @@ from asyncloader.workers.fetch.dataset_state import is_stateful
 _ON_THE_WAY = 2
 
 
-def most_credits(dataset: Any, batch_size: object, *, least: int, concurrency: int, threads: int) -> int:
-    """Return the most batches that a copy of the dataset may have outstanding, while they are small.
-
-    Args:
-        dataset: the dataset.
-        batch_size: samples in a batch. Anything but a positive integer counts as unknown.
-        least: batches that a copy may have outstanding, however large they are.
-        concurrency: samples that a copy fetches at a time. 0 for datasets that get no more than the least: streams,
-            which are read one sample after the other, and datasets with a state of their own, which would be saved
-            further ahead.
-        threads: threads that fetch these samples; 0: they are awaited.
-    """
-    most = least
-    if concurrency and isinstance(batch_size, int) and batch_size >= 1:
-        if threads and fetches_batches(dataset):
-            batch_size = 1  # one thread fetches a whole batch
-        most = max(least, -(-concurrency // batch_size) + 1)
-    return most + (_ON_THE_WAY if isinstance(dataset, RemoteDataset) and dataset.service.remote else 0)
-
-
 _LOSS = (
     "Its random numbers begin anew: the states of its generators were lost with it, so random augmentations differ "
     "from those of an undisturbed run. With seed= they do not."
 )
-_OURS = frozenset((*DEFAULTS, *FIELD_NAMES))
 
 
 class EpochConfig:
     """The options of one epoch, resolved. Made by `of`, and then fixed; holds no reference to the loader.
 
-    A field of an option's name that `of` does not resolve is the option as given.
+    A field of an option's name that `of` does not resolve is the option as given; options that no field declares are
+    there, too.
     """
 
     dataset: Any
@@ -117,10 +96,8 @@ class EpochConfig:
     auto: AutoWorkers | None
     """The loader's own choice of the number; None: the user gave it."""
     """Whether the number changes while the epoch runs."""
-    prefetch_factor: int | None
-    least_credits: int
-    """Batches that a copy of the dataset may have outstanding, however large they are: `prefetch_factor`; 1 without
-    workers."""
+    prefetch_factor: int
+    """Batches that a copy of the dataset may have outstanding, however large they are; 1 without workers."""
     credits: int
     """Most batches that a copy of the dataset may have outstanding, while they are small."""
     persistent_workers: bool
@@ -184,24 +161,23 @@ class EpochConfig:
         in_flight = CONCURRENCY if ours.concurrency is None else ours.concurrency
         threads = 0 if iterable or awaited else ours.concurrency or 0
         concurrent = awaited or threads > 0
-        least, here = loader.prefetch_factor or 1, topology(loader)
         source = index_sampler if isinstance(index_sampler, AsyncIndexSource) else None
         positions = source if isinstance(source, PositionSource) else None
-        sampler, batch_sampler = plain_sampler(loader), loader.batch_sampler
+        sampler, here = plain_sampler(loader), topology(loader)
         every = ours.snapshot_every_n_steps or 0
-        auto = choice_of(loader)
-        number = loader.num_workers
+        auto = loader._asyncloader_choice
+        number = loader.num_workers if auto is None else auto.number
         streams = count_streams(dataset) if iterable else None
         if streams is not None:
             number = min(number, streams)  # a further worker would have none to serve
-        ahead = concurrent and not (iterable or stateful or positions is not None)
-        credits = most_credits(
-            dataset,
-            getattr(batch_sampler, "batch_size", None) if batches else 1,
-            least=least,
-            concurrency=(threads or in_flight) if ahead else 0,
-            threads=threads if batches else 0,
-        )
+        prefetch = 1 if loader.prefetch_factor is None else loader.prefetch_factor
+        credits = max(1, prefetch)  # 0 is refused once workers begin
+        # Not for streams, which are read one sample after the other, and datasets with a state of their own, which
+        # would be saved further ahead.
+        if concurrent and not (iterable or stateful or positions is not None):
+            credits = max(credits, _batches_in_flight(loader, threads or in_flight, threads))
+        if isinstance(dataset, RemoteDataset) and dataset.service.remote:
+            credits += _ON_THE_WAY
         resolved: dict[str, Any] = {
             "dataset": dataset,
             "iterable": iterable,
@@ -215,11 +191,11 @@ class EpochConfig:
             "concurrency": in_flight,
             "stateful": stateful,
             "fetch_threads": threads,
-            "least_credits": least,
+            "prefetch_factor": prefetch,
             "credits": credits,
             "auto_collation": batches,
             "sampler": sampler,
-            "sampler_ranks": replicas(sampler, batch_sampler),
+            "sampler_ranks": replicas(sampler, loader.batch_sampler),
             "index_sampler": index_sampler,
             "source": source,
             "free": positions is None and (source is not None or (seeded and not iterable)),
@@ -243,9 +219,8 @@ class EpochConfig:
             "loss": "" if seeded else dataset.loss if isinstance(dataset, MessagedDataset) else _LOSS,
         }
         config = cls()
-        (names, values), (torchs, torchs_values) = _as_given(tuple(resolved))
-        vars(config).update(zip(names, values(ours), strict=True))
-        vars(config).update(zip(torchs, torchs_values(loader), strict=True))
+        vars(config).update(vars(ours))
+        vars(config).update(zip(_TORCHS, _torchs_options(loader), strict=True))
         vars(config).update(resolved)
         return config
 
@@ -253,11 +228,15 @@ class EpochConfig:
         raise AttributeError(f"the options of an epoch are fixed: {name} cannot become {value!r}")
 
 
-@functools.cache
-def _as_given(resolved: tuple[str, ...]) -> list[tuple[list[str], Callable[[Any], tuple[Any, ...]]]]:
-    """The names of the options that become fields as they are given, with a function that reads them: of ours, and of
-    torch's.
-    """
-    names = [name for name in EpochConfig.__annotations__ if name not in resolved]
-    both = [[name for name in names if (name in _OURS) == ours] for ours in (True, False)]
-    return [(each, attrgetter(*each)) for each in both]
+_TORCHS = [name for name in OPTION_NAMES if name in EpochConfig.__annotations__ and name not in OUR_OPTION_NAMES]
+_torchs_options = attrgetter(*_TORCHS)
+
+
+def _batches_in_flight(loader: LoaderSpec[Any], samples: int, threads: int) -> int:
+    """The batches that keep this number of samples in flight, and one more, which is finished and waits; 0: unknown."""
+    size: object = getattr(loader.batch_sampler, "batch_size", None) if loader._auto_collation else 1
+    if not isinstance(size, int) or size < 1:
+        return 0
+    if threads and loader._auto_collation and fetches_batches(loader.dataset):
+        size = 1  # one thread fetches a whole batch
+    return -(-samples // size) + 1

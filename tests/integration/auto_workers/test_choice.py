@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
 from asyncloader.cpus import usable_cpus
 from asyncloader.dataloader2 import MultiProcessingReadingService
-from asyncloader.options.auto import choice_of, first_number
+from asyncloader.options.auto import first_number
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows
 
@@ -70,7 +70,7 @@ class Broken(Rows):
 
 def choice(loader: Any) -> Any:
     """The loader's choice of the number."""
-    return choice_of(getattr(loader, "_asyncloader_spec", loader))
+    return getattr(loader, "_asyncloader_spec", loader)._asyncloader_choice
 
 
 @pytest.mark.parametrize(
