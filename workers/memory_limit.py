@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from asyncloader.workers.memory.segment import memory_groups
+from asyncloader.workers.memory.segment import memory_groups, numbers_in
 
 if sys.platform != "win32":
     import resource
@@ -58,51 +58,23 @@ def private_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) for line in lines if line.startswith("Private_")) * 1024
 
 
-_COUNTER_FILES = "memory.events", "memory.oom_control"  # of v2, of v1
-
-
 class MemoryKills:
-    """Counts the out-of-memory kills in a process's control group since its creation, by reading small files.
+    """Counts the out-of-memory kills in the control group of process `pid` from now on, by reading small files."""
 
-    Args:
-        groups: the directories of the process's control group and of its ancestors, which include the counts of their
-            descendants (in v2).
-    """
+    def __init__(self, pid: int) -> None:
+        # In a container the group's path may not be visible: its nearest visible ancestor counts, which includes the
+        # counts of its descendants (in v2).
+        counters = [group / name for group in memory_groups(pid) for name in ("memory.events", "memory.oom_control")]
+        self._counter = next((each for each in counters if "oom_kill" in numbers_in(each)), None)
+        self._begun = self._count()
 
-    def __init__(self, groups: list[Path]) -> None:
-        self._counter, self._begun = _find_counter(groups)
-
-    @classmethod
-    def of(cls, pid: int) -> MemoryKills:
-        """Count the kills in the control group of process `pid` from now on."""
-        return cls(memory_groups(pid))
+    def _count(self) -> int:
+        return 0 if self._counter is None else numbers_in(self._counter).get("oom_kill", 0)
 
     def describe(self) -> str:
         """Return a sentence about the kills for an error message; empty if there were none, or no counter."""
         # Complete at a worker's death: the kernel counts a kill before the signal arrives.
-        kills = 0 if self._counter is None else (_kills(self._counter) or 0) - self._begun
+        kills = self._count() - self._begun
         if kills <= 0:
             return ""
         return f"Memory ran out: {self._counter} counts {kills} out-of-memory kill{'s'[: kills - 1]} since it began."
-
-
-def _find_counter(groups: list[Path]) -> tuple[Path | None, int]:
-    """Return the first file that counts kills, and its count now; None and 0 where no file does."""
-    # In a container the group's path may not be visible: its nearest visible ancestor counts.
-    for group in groups:
-        for name in _COUNTER_FILES:
-            counter = group / name
-            if os.access(counter, os.R_OK) and (kills := _kills(counter)) is not None:
-                return counter, kills
-    return None, 0
-
-
-def _kills(counter: Path) -> int | None:
-    try:
-        for line in counter.read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name == "oom_kill":
-                return int(value)
-    except (OSError, ValueError):
-        return None
-    return None

@@ -180,7 +180,7 @@ class WorkerProcess(Watched):
         self.place = f"pid {self.pid}"
         self.node = ""
         # The counter is compared with its value of now: it also counts earlier kills in the same group.
-        self._memory_kills = MemoryKills.of(self.pid)
+        self._memory_kills = MemoryKills(self.pid)
         # A fork server's child is not a child of this process: only the server learns its exit code, and reports it
         # through the sentinel. A pidfd would be readable before that report.
         self._direct = context.get_start_method() != "forkserver"

@@ -6,32 +6,16 @@ Data path: none; every pool is known here from before its first process on.
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
+from typing import Any
 
 from asyncloader.process_hooks import at_exit
 from asyncloader.workers.memory.live_objects import LiveObjects
 
 
-class Stoppable(Protocol):
-    """The methods of a pool that the exit hook calls."""
-
-    def detach(self) -> None:
-        """Stop listening."""
-        ...
-
-    def request_stop(self) -> None:
-        """Ask all workers to end, without waiting."""
-        ...
-
-    def stop(self) -> None:
-        """Wait until they have ended."""
-        ...
+_pools: LiveObjects[Any] = LiveObjects()  # of `WorkerPool`s
 
 
-_pools: LiveObjects[Stoppable] = LiveObjects()
-
-
-def stop_at_exit(pool: Stoppable) -> None:
+def stop_at_exit(pool: Any) -> None:
     """Stop this pool at exit, if it still exists."""
     # Before multiprocessing's own hook, which would end the workers, its daemonic children, by SIGTERM.
     at_exit(stop_all_pools)

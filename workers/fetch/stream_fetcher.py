@@ -28,7 +28,7 @@ from contextvars import Context, copy_context
 from functools import partial
 from itertools import pairwise, repeat
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asyncloader.errors import is_about_sample, is_tried_again, left_a_generator
 from asyncloader.telemetry.slow_samples import CHEAP_S
@@ -382,33 +382,6 @@ def _by_position(record: SkippedSample) -> int:
     return -1 if record.position is None else record.position
 
 
-class WorkerStreamLike(Protocol):
-    """The interface of `asyncloader.remote.worker_stream.WorkerStream`."""
-
-    def next_batch(self, *, again: bool = False) -> None:
-        """Begin the next batch, or the same `again`."""
-        ...
-
-    @property
-    def gave_back(self) -> bool:
-        """Whether the stream has ended and given back the samples taken or reported for the current batch."""
-        ...
-
-    async def refill(self) -> None:
-        """After resuming: read the samples again that had been taken, but not returned."""
-        ...
-
-    async def take(self, size: int) -> Sequence[Any]:
-        """Return the next samples; fewer than `size` only at the end of the epoch. The sequence may make each sample
-        when it is asked for.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Stop reading."""
-        ...
-
-
 class WorkerStreamFetcher(StreamFetcher):
     """Reads batches from a worker stream. Arguments as for `StreamFetcher`, and:
 
@@ -419,7 +392,7 @@ class WorkerStreamFetcher(StreamFetcher):
     next call goes on where reading stopped.
     """
 
-    dataset_iter: WorkerStreamLike
+    dataset_iter: Any  # a `remote.worker_stream.WorkerStream`
 
     def __init__(self, *args: Any, by_column: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)

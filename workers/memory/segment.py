@@ -206,13 +206,17 @@ def memory_limit() -> tuple[int | None, str]:
 
 
 def _meminfo_available() -> int | None:
+    available = numbers_in(Path("/proc/meminfo")).get("MemAvailable:")
+    return None if available is None else available * 1024
+
+
+def numbers_in(path: Path) -> dict[str, int]:
+    """Return the numbers of a file that has a name and a number in each line; nothing if it cannot be read."""
     try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        return None
-    return None
+        lines = [line.split() for line in path.read_text().splitlines()]
+        return {line[0]: int(line[1]) for line in lines if len(line) > 1}
+    except (OSError, ValueError):
+        return {}
 
 
 def memory_groups(pid: int | None = None) -> list[Path]:
@@ -250,16 +254,6 @@ def _cgroup_room(group: Path) -> int | None:
         if limit >= 1 << 60:  # v1 reports "no limit" as a number near 2**63
             return None
         # File cache of the group is reclaimed under pressure, so it counts as free.
-        return max(0, limit - usage + _cgroup_cache(group))
+        kinds = numbers_in(group / "memory.stat")
+        return max(0, limit - usage + kinds.get("inactive_file", kinds.get("total_inactive_file", 0)))
     return None
-
-
-def _cgroup_cache(group: Path) -> int:
-    try:
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, value = line.partition(" ")
-            if name in ("inactive_file", "total_inactive_file"):
-                return int(value)
-    except (OSError, ValueError):
-        pass
-    return 0
