@@ -17,9 +17,9 @@ from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer, Listener
-from asyncloader.workers.memory.codec import Template
 from asyncloader.workers.memory.ring import Ring, oneoff_anchor
 from asyncloader.workers.memory.ring_manager import RingManager
+from asyncloader.workers.memory.template import Template
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 

@@ -14,8 +14,8 @@ from asyncloader.errors import WorkerDied
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.codec import Template
 from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.template import Template
 
 
 class Answer(NamedTuple):

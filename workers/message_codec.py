@@ -16,7 +16,8 @@ from asyncloader.workers.error_pickle import pickle_error
 from asyncloader.workers.fetch.dataset_state import CursorPacker, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.memory.codec import Encoder, Template
+from asyncloader.workers.memory.codec import Encoder
+from asyncloader.workers.memory.template import Template
 
 
 class MessageCodec(Protocol):

@@ -11,7 +11,6 @@ from typing import Any
 from asyncloader.process_hooks import at_exit
 from asyncloader.workers.memory.live_objects import LiveObjects
 
-
 _pools: LiveObjects[Any] = LiveObjects()  # of `WorkerPool`s
 
 

@@ -10,9 +10,10 @@ from asyncloader.events import Deliver
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.codec import Encoder, Template
+from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.layout import PAGE
 from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.memory.template import Template
 
 
 def new_ring(slots: int = 12, credits: int = 4, number: int = 0) -> Ring:

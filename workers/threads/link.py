@@ -23,8 +23,9 @@ from asyncloader.workers.fetch.dataset_state import CursorPacker, PackedCursor, 
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.codec import Encoded, Encoder, Template
+from asyncloader.workers.memory.codec import Encoded, Encoder
 from asyncloader.workers.memory.leaves import batch_nbytes
+from asyncloader.workers.memory.template import Template
 
 _KEY = struct.Struct("=Q")
 

@@ -22,8 +22,9 @@ from msgspec import Meta
 
 from asyncloader.service.protocol.msgpack_values import LEAF, Unsendable, pack, why_unsendable
 from asyncloader.service.protocol.unpacking import WireLeaf, build, check, decode
-from asyncloader.workers.memory.codec import Encoder, Memory, Template
+from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
+from asyncloader.workers.memory.template import Memory, Template
 
 _NAMES = tuple(str(dtype).removeprefix("torch.") for dtype in DTYPES)
 _CODES = {name: code for code, name in enumerate(_NAMES)}

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.workers.memory import codec
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.leaves import DTYPES
 from asyncloader.workers.memory.ring import Anchor, make_anchor
+from asyncloader.workers.memory.template import Template
 from tests.helpers.comparing import assert_same
 from tests.unit.workers.memory.through_memory import OFFSET, copied, round_trip, view, write
 
@@ -269,7 +269,7 @@ def test_views_lie_in_the_slot_and_copies_do_not() -> None:
     encoded = Encoder().encode([torch.zeros(4), torch.zeros(3, dtype=torch.bfloat16)])
     memory = write(encoded)
     anchor = codec_anchor(memory, encoded.nbytes)
-    template = codec.Template(encoded.template)
+    template = Template(encoded.template)
     views, copies = template.build(anchor), template.copy_out(anchor)
     memory[:] = b"\xff" * len(memory)
     assert all(t.isnan().all() for t in views)
@@ -327,7 +327,7 @@ def test_every_kind_of_view_keeps_the_anchor() -> None:
             continue
         anchor = codec_anchor(write(encoded), encoded.nbytes)
         alive = weakref.ref(anchor)
-        batch = codec.Template(encoded.template).build(anchor)
+        batch = Template(encoded.template).build(anchor)
         del anchor
         assert alive() is not None, kind
         del batch

@@ -5,8 +5,9 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from asyncloader.workers.memory.codec import Encoded, Encoder, Template
+from asyncloader.workers.memory.codec import Encoded, Encoder
 from asyncloader.workers.memory.ring import make_anchor
+from asyncloader.workers.memory.template import Template
 
 OFFSET = 4096
 """Batches are written in the middle of the memory, as in a ring."""
