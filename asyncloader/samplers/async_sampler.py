@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 from torch.utils.data import BatchSampler, Sampler
@@ -112,7 +111,7 @@ class AsyncIndexSource:
         items, first = await self._find(position)
         step = 0 if position.saved_sampler is None else position.saved_sampler["at"]
         view = position.view = RankView(sampler, self.share)
-        cutter = view.cutter = Cutter(self.share, step)
+        cutter = view.cutter = Cutter(self.share)
         group, task = list[Any](), 0
         try:
             while (item := first if first is not _END else await anext(items, _END)) is not _END:
@@ -121,7 +120,7 @@ class AsyncIndexSource:
                 # A step takes the items of all ranks, of which `cut` returns this rank's part.
                 if len(group) < cutter.stride:
                     continue
-                item, group = cutter.cut(group), []
+                item, group = cutter.cut(step, group), []
                 step += 1
                 # Before the step is returned: a loader's state may be saved as soon as its batch is delivered.
                 if position.log is not None and not position.log.note(step, sampler, items):
@@ -131,7 +130,7 @@ class AsyncIndexSource:
                 position.pulled(task, step - 1)
                 task += 1
                 yield item if self.seeded else item.index
-            item = cutter.cut(group)
+            item = cutter.cut(step, group)
             if item is not None and step >= position.first_step and step not in position.skipped:
                 position.pulled(task, step)
                 yield item if self.seeded else item.index
@@ -214,7 +213,8 @@ class PositionSource(AsyncIndexSource):
         """A function that says which lane a step belongs to, given the number of workers: more workers than lanes make
         each in turn.
         """
-        return partial(_lane, self.batch, self.sampler.dataset.lanes)
+        batch, lanes = self.batch, self.sampler.dataset.lanes
+        return lambda index, workers: index.first // batch % (lanes * max(1, workers // lanes))
 
     @property
     def batch(self) -> int:
@@ -306,7 +306,3 @@ class _PresentState(StateLog):
     def at(self, step: int) -> dict[str, Any]:  # noqa: ARG002
         """Return the state as it is now."""
         return {"at": 0, "ended": False, "sampler": self._sampler.state_dict(), "iterator": None}
-
-
-def _lane(batch: int, lanes: int, index: PositionedIndex, workers: int) -> int:
-    return index.first // batch % (lanes * max(1, workers // lanes))

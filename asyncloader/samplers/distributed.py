@@ -120,34 +120,26 @@ class Cutter:
 
     Args:
         share: the rules.
-        step: the number of the first step.
     """
 
-    def __init__(self, share: Share, step: int) -> None:
+    def __init__(self, share: Share) -> None:
         self._share = share
-        self._each = share.batch_size or 1
-        self._step = step
-        self.stride = self._each * share.topology.world_size
+        self.stride = (share.batch_size or 1) * share.topology.world_size
         """Number of items per call of `cut`."""
         self.dropped = 0
         self.repeated = 0
         self.padding: tuple[int, int] | None = None
         """The number of the step that ends with repeated samples of this rank, and their number; None: no such step."""
 
-    def cut_at(self, step: int, group: list[Any]) -> PositionedIndex | None:
-        """Cut the step of this number, like `cut`. May be repeated, with the same result."""
-        self._step = step
-        return self.cut(group)
-
-    def cut(self, group: list[Any]) -> PositionedIndex | None:
-        """Return this rank's part of the next `stride` items, or of fewer at the end; None if its part is empty.
+    def cut(self, step: int, group: list[Any]) -> PositionedIndex | None:
+        """Return this rank's part of the `stride` items of a step, or of fewer at the end; None if its part is empty.
+        May be repeated, with the same result.
 
         Raises:
             ValueError: the error of `tail_of`.
         """
-        first, rank = self._step * self.stride, self._share.topology.rank
+        first, rank = step * self.stride, self._share.topology.rank
         if len(group) == self.stride:
-            self._step += 1
             return part_of(self._share, first, group)
         each, self.dropped, self.repeated = tail_of(len(group), self._share)
         if not each:
@@ -157,7 +149,7 @@ class Cutter:
         mine = rank * each
         filling = min(each, max(0, mine + each - len(group)))
         if filling:
-            self.padding = self._step, filling
+            self.padding = step, filling
         # Repeated items come from the beginning of this group, and may repeat it more than once.
         filled = list(itertools.islice(itertools.cycle(group), len(group) + self.repeated))
         return add_position(self._share, first + mine, filled[mine : mine + each])
@@ -195,7 +187,7 @@ class RankView:
     def __init__(self, sampler: Any, share: Share) -> None:
         self.sampler = sampler
         self.share = share
-        self.cutter = Cutter(share, 0)
+        self.cutter = Cutter(share)
         """The newest iterator's cutter, which has the numbers of items dropped and repeated at the end."""
 
     def __len__(self) -> int:
@@ -220,13 +212,13 @@ class RankView:
             items: the sampler's items from that step on, if the caller has them. None: a seekable sampler starts at the
                 step; of another sampler, the items before are read and dropped.
         """
-        cutter = self.cutter = Cutter(self.share, step)
+        cutter = self.cutter = Cutter(self.share)
         if items is None and type(self.sampler) is SeededSampler:
             return self._compute(cutter, self.sampler, step)
         # As in torch: the generator that makes batches of indices ends with an error, and a user's batches may go on.
         goes_on = self.share.of_batches
         begin = partial(self._items, step * cutter.stride, items)
-        return Groups(begin, cutter.stride, cutter.cut_at, step, goes_on=goes_on)
+        return Groups(begin, cutter.stride, cutter.cut, step, goes_on=goes_on)
 
     def _items(self, skip: int, items: Iterator[Any] | None) -> Iterator[Any]:
         if items is not None:
@@ -261,9 +253,7 @@ class RankView:
                 # `add_position` without its call, whose time would show: no sampler has shared these indices before.
                 yield PositionedIndex(at, row if batched else row[0])
         if step <= full:
-            last = Cutter(self.share, full)
-            item = last.cut(order(np.arange(full * stride, size, dtype=np.int64)).tolist())
-            cutter.dropped, cutter.repeated, cutter.padding = last.dropped, last.repeated, last.padding
+            item = cutter.cut(full, order(np.arange(full * stride, size, dtype=np.int64)).tolist())
             if item is not None:
                 yield item
 

@@ -45,9 +45,8 @@ _OWN_ORDERS = (
 
 def base_sampler(index_sampler: Any) -> Any:
     """Return the user's sampler: the index sampler, or the sampler that a `BatchSampler` or `RankView` reads."""
-    if isinstance(index_sampler, RankView) or type(index_sampler) is BatchSampler:
-        return index_sampler.sampler
-    return index_sampler
+    reads = isinstance(index_sampler, RankView) or type(index_sampler) is BatchSampler
+    return index_sampler.sampler if reads else index_sampler
 
 
 class StateLog:

@@ -263,17 +263,11 @@ def _changed(changes: Sequence[Change], change: Change) -> list[Change]:
 
 
 def _is_change(value: Any, number: int) -> bool:
-    if not isinstance(value, list | tuple) or len(value) != 2:
-        return False
-    epoch, weights = value
-    return (
-        type(epoch) is int
-        and 0 <= epoch < 1 << 64
-        and isinstance(weights, list | tuple)
-        and len(weights) == number
-        and all(type(weight) is int and weight >= 0 for weight in weights)
-        and 0 < sum(weights) <= LARGEST
-    )
+    match value:
+        case [int(epoch), list() | tuple() as weights] if 0 <= epoch < 1 << 64 and len(weights) == number:
+            whole = all(type(weight) is int and weight >= 0 for weight in weights)
+            return whole and 0 < sum(weights) <= LARGEST
+    return False
 
 
 class EpochPlaces:

@@ -32,16 +32,8 @@ class StatefulRandomSampler(RandomSampler):
     later epoch. ``iter(sampler)`` draws the epoch's first block: an iterator that is dropped has used up a permutation
     (or a block of 32). Several iterators at the same time advance the same generator.
 
-    Args:
-        data_source: the dataset; only its length is used, which is read when an epoch begins.
-        replacement: draw every index independently. Default False: permutations, one after the other.
-        num_samples: indices in an epoch; more than the dataset's length are several permutations. Default: its length.
-        generator: used instead of a new generator. If other code draws from it, too, the epochs after a resumed epoch
-            differ. Nothing is drawn from the global generator.
-
-    Raises:
-        TypeError: `replacement` is not a boolean.
-        ValueError: `num_samples`, or the dataset's length, is not positive.
+    Arguments and errors are torch's. A `generator` is used instead of a new one: nothing is drawn from the global
+    generator then. If other code draws from it, too, the epochs after a resumed epoch differ.
     """
 
     generator: torch.Generator
@@ -165,36 +157,15 @@ class StatefulDistributedSampler(DistributedSampler[int]):
     The first iterator from which an index is taken after loading continues at the loaded position; later iterators
     begin at 0. Only the end of a pass is taken by ``iter(sampler)`` at once: a loader that resumes a finished epoch
     makes an iterator for it, reads nothing, and makes another. The epoch is not in the state: `set_epoch` sets it, and
-    has an effect until the first index.
-
-    Args:
-        dataset: only its length is used.
-        num_replicas: number of processes. Default: torch.distributed's.
-        rank: the number of this process. Default: torch.distributed's.
-        shuffle: permute by seed and epoch. Default True.
-        seed: the same in all processes. Default 0.
-        drop_last: drop the tail that does not divide evenly. Default False: indices are repeated.
+    has an effect until the first index. Arguments and errors are torch's.
 
     Attributes:
         yielded: number of indices returned by the newest iterator.
         next_yielded: the loaded position that no iterator has taken yet, or None.
-
-    Raises:
-        ValueError: `rank` is out of range.
     """
 
-    def __init__(
-        self,
-        dataset: Sized,
-        num_replicas: int | None = None,
-        rank: int | None = None,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
-        self.yielded = 0
-        self.next_yielded: int | None = None
+    yielded = 0
+    next_yielded: int | None = None
 
     def __iter__(self) -> Iterator[int]:
         if self.next_yielded is None:
