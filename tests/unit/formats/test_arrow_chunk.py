@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import decimal
 import random
 from collections.abc import Callable
 from typing import Any
@@ -61,11 +60,7 @@ KINDS: dict[str, Any] = {
     "int with nulls": with_holes(int),
     "text": [f"text {row}" * (row % 5) for row in range(ROWS)],
     "bytes": with_holes(lambda row: bytes([row % 256]) * (row % 9)),
-    "long text": pa.array([str(row) for row in range(ROWS)], pa.large_string()),
-    "nothing": pa.nulls(ROWS),
     "time": with_holes(lambda row: dt.datetime(2024, 2, 29, tzinfo=dt.UTC) + dt.timedelta(hours=row)),
-    "decimal": [decimal.Decimal(row) / 4 for row in range(ROWS)],
-    "category": pa.array([f"c{row % 5}" for row in range(ROWS)]).dictionary_encode(),
     "category with nulls": pa.array(with_holes(lambda row: f"c{row % 5}")).dictionary_encode(),
     "categories": pa.array(lists(lambda row: f"c{row % 5}"), pa.list_(pa.dictionary(pa.int8(), pa.string()))),
     "struct of category": pa.array(
@@ -73,7 +68,6 @@ KINDS: dict[str, Any] = {
         pa.struct([("c", pa.dictionary(pa.int8(), pa.string())), ("n", pa.int64())]),
     ),
     "list": lists(int),
-    "lists of lists": lists(lambda row: [row, None]),
     "struct": with_holes(lambda row: {"bytes": bytes([row % 256]), "path": None if row % 2 else str(row)}),
     "map": pa.array([[(f"k{row}", row)] for row in range(ROWS)], pa.map_(pa.string(), pa.int64())),
     "vector": pa.array([[row, 1, 2] for row in range(ROWS)], pa.list_(pa.int16(), 3)),
@@ -160,15 +154,6 @@ CATEGORY = pa.array([f"c{row % 5}" for row in range(4)]).dictionary_encode()
 TIMES = pa.array([0, 400_000_000_000_000_000, 2, 3], pa.timestamp("us"))
 
 
-def test_a_category_beside_a_value_without_a_python_form() -> None:
-    """Its row raises the error, and no other."""
-    data = written(pa.table({"both": pa.StructArray.from_arrays([CATEGORY, TIMES], ["category", "at"])}))
-    file, read = opened(data, 0, 4)
-    assert file.samples(read, [3])[0]["both"]["category"] == "c3"
-    with pytest.raises(ShardError, match="row 1 has a value with no Python form"):
-        file.samples(read, [1])
-
-
 def test_a_number_that_is_not_in_its_dictionary() -> None:
     """An error of the shard."""
     column = pa.array(list("abcabcab")).dictionary_encode()
@@ -218,11 +203,3 @@ def test_a_message_has_no_values_of_other_rows(kind: Any) -> None:
     file, read = opened(written(pa.table({"c": column})), 0, 3000)
     assert len(read.data) < 2 * column.nbytes
     assert [sample["c"] for sample in file.samples(read, [0, 2999])] == [texts[0], texts[2999]]
-
-
-def test_only_some_columns() -> None:
-    """The others are in no message."""
-    data = written(pa.table({"n": range(4), "text": ["x" * 1000] * 4}))
-    file, read = opened(data, 0, 4, columns=["n"])
-    assert len(read.data) < 1000
-    assert file.samples(read, [2]) == [{"n": 2, "__key__": "a.parquet:2", "__url__": URL}]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import importlib
-import io
 import json
 import sys
-import tarfile
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -25,8 +23,6 @@ from asyncloader.formats import (
     JsonlReader,
     ShardError,
     ShardRange,
-    TarReader,
-    TFRecordReader,
     cut_shard,
     open_reader,
     shard_format,
@@ -41,7 +37,6 @@ from tests.unit.formats.shard_readers import (
     cut_points,
     error_of,
     read,
-    samples_of,
 )
 
 LINES = b"".join(json.dumps({"n": n, "text": "word " * (n % 7)}).encode() + b"\n" for n in range(300))
@@ -283,20 +278,6 @@ def test_unknown_extensions(url: str) -> None:
     with pytest.raises(ValueError, match="give format=") as caught:
         shard_format(url)
     assert url in str(caught.value)
-
-
-def test_open_reader_chooses() -> None:
-    """Each format has its reader, inside its compression; a compressed tar gives its samples."""
-    assert type(open_reader("a.tar")) is TarReader
-    assert type(open_reader("a.tfrecord")) is TFRecordReader
-    assert type(open_reader("a.bin", shard_format("x.jsonl"))) is JsonlReader
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as archive:
-        member = tarfile.TarInfo("k.txt")
-        member.size = 3
-        archive.addfile(member, io.BytesIO(b"abc"))
-    reader = open_reader("a.tar.gz")
-    assert samples_of(reader, file.getvalue()) == [{"__key__": "k", "__url__": "a.tar.gz", "txt": b"abc"}]
 
 
 def test_open_reader_refuses() -> None:

@@ -102,16 +102,13 @@ def test_nested_columns_go_by_their_outermost_name() -> None:
     [
         (b"", "no Parquet file: it has 0 bytes"),
         (b"PAR1PAR1", "no Parquet file"),
-        (bytes(1000), "no Parquet file"),
         (GOOD[:-1], "does not end with PAR1"),
         (GOOD[:-4] + b"PARE", "encrypted"),
         (GOOD[:-8] + b"\xff\xff\xff\xffPAR1", "claims 4,294,967,295 bytes"),
         (GOOD[:-8] + bytes(4) + b"PAR1", "damaged"),
-        (b"PAR1" + bytes(20) + (20).to_bytes(4, "little") + b"PAR1", "damaged"),
         (changed(GOOD, lambda footer: footer[:-50]), "damaged"),
-        (changed(GOOD, lambda footer: footer[50:]), "damaged"),
     ],
-    ids=range(10),
+    ids=range(7),
 )
 def test_files_that_are_none(data: bytes, match: str) -> None:
     """The file is too short, of another format, cut off or encrypted, or its footer is damaged or too large."""
@@ -161,22 +158,6 @@ def test_offsets_must_lie_in_the_file(claim: int) -> None:
     with pytest.raises(ShardError, match=r"'n' of row group 1 claims .* which do not lie in the file"):
         footer.group(1)
     assert footer.group(0).rows == 300
-
-
-@pytest.mark.parametrize("claim", [-1, 10_000, 1 << 61])
-def test_sizes_must_fit_in_the_file(claim: int) -> None:
-    """Sizes beyond the end of the file are refused like offsets."""
-    data = parquet(range(500), group=300, use_dictionary=False)
-    length = footer_of(data).group(0).chunks[0][1]
-    with pytest.raises(ShardError, match="do not lie in the file"):
-        footer_of(lying(data, length, claim)).group(0)
-
-
-def test_the_footer_of_a_longer_file() -> None:
-    """A row group beyond the end of this shorter file is refused."""
-    footer = footer_of(with_metadata_of(GOOD, parquet(range(2000), group=1000)))
-    with pytest.raises(ShardError, match="do not lie in the file"):
-        footer.group(1)
 
 
 def test_columns_in_another_file() -> None:

@@ -161,12 +161,6 @@ def test_tar_refuses(sample: Any, text: str) -> None:
     assert text in encoded.failure.text
 
 
-def test_tar_takes_text_and_json() -> None:
-    """Text becomes UTF-8, and a field of JSON its text."""
-    found = read(TarReader("a"), shard(TarEncoder(), [{"__key__": "a", "txt": "ä", "json": [1, {"b": None}]}]))
-    assert (found[0]["txt"], json.loads(found[0]["json"])) == ("ä".encode(), [1, {"b": None}])
-
-
 def test_a_large_value_needs_a_pax_size() -> None:
     """8 GiB do not fit the header's digits; the reader takes the size from the pax header."""
     from asyncloader.formats.tar import header

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack
+from asyncloader.packing.bin_packing import STRATEGIES, Slices, Strategy, pack
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=80)
 ANY = pytest.mark.parametrize("strategy", STRATEGIES)
@@ -106,10 +106,3 @@ def test_examples() -> None:
     assert packed([6, 5, 4], 7, "best_fit_wrap") == ([[[0, 0, 6], [2, 0, 1]], [[1, 0, 5], [2, 1, 3]]], [[2, 3, 4]])
     assert packed([4, 4], 7, "best_fit") == ([[[0, 0, 4]]], [[1, 0, 4]])
     assert packed([20], 7, "best_fit") == ([[[0, 0, 7]], [[0, 7, 14]]], [[0, 14, 20]])
-
-
-@ANY
-def test_nothing(strategy: Strategy) -> None:
-    """No slices make no rows."""
-    rows, left = pack(NOTHING, 7, strategy)
-    assert len(rows) == len(left) == 0

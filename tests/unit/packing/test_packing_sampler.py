@@ -105,23 +105,6 @@ def test_many_windows(strategy: Any) -> None:
         assert next(PackingSampler.iter_from(sampler, start)) == rows[start]
 
 
-@ANY
-def test_rows_are_a_function_of_seed_and_epoch(strategy: Any) -> None:
-    """Separate objects agree; epochs and seeds differ; an iterator stays in its epoch; a copy keeps its epoch."""
-    lengths = some_lengths(3000)
-    one = PackingSampler(lengths, 2000, 1, strategy=strategy)
-    first = list(one)
-    begun = iter(one)
-    got = [next(begun)]
-    one.set_epoch(1)
-    second = list(one)
-    assert second != first
-    assert list(pickle.loads(pickle.dumps(one))) == second
-    assert [*got, *begun] == first
-    assert list(PackingSampler(torch.tensor(lengths), 2000, 1, strategy=strategy)) == first
-    assert list(PackingSampler(lengths.tolist(), 2000, 2, strategy=strategy)) != first
-
-
 def test_in_order() -> None:
     """Without a shuffle `wrap` is the dataset, cut where rows are full; every epoch is the same."""
     sampler = PackingSampler([3, 0, 4, 2], 5, 0, strategy="wrap", shuffle=False)
@@ -132,17 +115,6 @@ def test_in_order() -> None:
     assert list(sampler) == [(0, 3), (2, 1), (4,)]
     sampler.drop_last = True
     assert list(sampler) == [(0, 3), (2, 1)]
-
-
-def test_rows_are_nearly_full() -> None:
-    """With the default window, on lengths like those of texts."""
-    lengths = some_lengths(20_000)
-    fills = {
-        strategy: fill(PackingSampler(lengths, 2048, 1, strategy=strategy), lengths)  # type: ignore[arg-type]
-        for strategy in STRATEGIES
-    }
-    assert fills["best_fit"] > 0.99
-    assert fills["wrap"] == fills["best_fit_wrap"] > 0.999
 
 
 def test_rare_domains_fill_rows() -> None:
@@ -202,16 +174,6 @@ def test_bad_arguments(options: dict[str, Any], error: type[Exception], message:
         PackingSampler(**(arguments | options))
     with pytest.raises(ValueError, match=f"epoch={2**64}"):
         PackingSampler([1], 8, 0).set_epoch(2**64)
-
-
-@ANY
-def test_nothing_to_pack(strategy: Any) -> None:
-    """No sequences, or none with a token, make no rows."""
-    for lengths in ([], [0, 0]):
-        sampler = PackingSampler(lengths, 8, 0, strategy=strategy, domains=lengths)
-        assert list(sampler) == []
-        assert len(sampler) == 0
-        assert "PackingSampler of 0" in repr(sampler)
 
 
 def test_memory_is_that_of_a_window() -> None:

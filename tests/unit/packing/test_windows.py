@@ -216,13 +216,6 @@ def test_other_options(now: dict[str, Any], message: str) -> None:
         run([JoinSequences(**options)(samples)], False, *position)
 
 
-def test_other_fields() -> None:
-    """Windows whose sequences have other fields cannot be packed together."""
-    join = JoinSequences(MOST)
-    with pytest.raises(ValueError, match=r"have \['b'\], and those before \['a'\]"):
-        run([join([{"a": torch.ones(2)}]), join([{"b": torch.ones(2)}])], False)
-
-
 @pytest.mark.parametrize("pad_to", [None, MOST])
 def test_rows_are_on_the_device_of_their_windows(pad_to: int | None) -> None:
     """With all of their tensors; also those that have parts of two windows."""
