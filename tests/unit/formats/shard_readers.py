@@ -17,7 +17,7 @@ MakeReader: TypeAlias = Callable[[int], ShardReader]
 Outcome: TypeAlias = tuple[list[tuple[Any, int]], tuple[str, int | None] | None]
 """Samples with their resume offsets; then the error's text and offset, or None."""
 
-MOST_STEPS = 10_000
+MOST_STEPS = 500
 """Calls of `feed` for one chunk: a reader that needs more would go on for ever."""
 
 URL = "s3://bucket/train/shard-0001.ext?version=7"

@@ -6,7 +6,7 @@ import json
 import tracemalloc
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncloader.formats import JsonlReader, ShardError, ShardRange, cut_shard, open_reader, shard_format
@@ -67,6 +67,7 @@ def test_any_lines_in_any_chunks(lines: list[dict[str, object]], end: str, cuts:
     assert fields == lines
 
 
+@example(lines=["a", "b", "c", "d"], parts=4, end=True, cuts=[])
 @given(lines=st.lists(st.text(max_size=12), max_size=12), parts=st.integers(1, 9), end=st.booleans(), cuts=cut_points)
 @settings(deadline=None, max_examples=scaled(80))
 def test_parts_are_the_whole(lines: list[str], parts: int, end: bool, cuts: list[float]) -> None:
