@@ -82,7 +82,7 @@ class NodeConnection:
     link: Link
     info: DatasetInfo
     wait: float
-    closed: threading.Event | None
+    closed: threading.Event
 
     def answer(self, kind: int) -> bytes:
         """Wait for an answer that may take the node a while. See `answer_of`."""
@@ -174,9 +174,7 @@ def _close_copies() -> None:
         link.close()
 
 
-def _handshake(
-    service: Service, defined: Defined, address: str, place: Any, closed: threading.Event | None = None
-) -> NodeConnection:
+def _handshake(service: Service, defined: Defined, address: str, place: Any, closed: threading.Event) -> NodeConnection:
     """Connect to a node, and do the handshake up to its WELCOME.
 
     Raises:
@@ -294,8 +292,9 @@ def answer_of(
 class Search:
     """A search for a node, without preferences; `ServiceWorkers` has some."""
 
-    closed: threading.Event | None = None
-    """Set once the loader does not wait any more."""
+    def __init__(self) -> None:
+        self.closed = threading.Event()
+        """Set once the loader does not wait any more."""
 
     def order(self, addresses: Sequence[str]) -> Iterable[tuple[int, float]]:
         """Return the numbers of these nodes in the order in which they are tried, each with the seconds for which the
@@ -370,7 +369,7 @@ def on_any_node(
                     _warn_once(text)
                 return used
             # Before `refused`: the attempt may have failed because the loader was closed, which is no fault of a node.
-            if closed is not None and closed.is_set():
+            if closed.is_set():
                 break
             search.refused(address, answers[address].removeprefix(f"{address}: "))
         now = monotonic()
@@ -381,14 +380,14 @@ def on_any_node(
         # twice, because a byte that was damaged on the way looks like another version, or a wrong token.
         if final and answers and repeated:
             raise ServiceUnavailable(f"no node of {service.url} serves this loader: {text}")
-        if waited >= service.wait or (closed is not None and closed.is_set()):
+        if waited >= service.wait or closed.is_set():
             raise ServiceUnavailable(f"no node of {service.url} was there for {waited:.0f} seconds: {text}")
         if now - began >= _SAY_AFTER_S and not said:
             said = True
             _log.warning("no node of %s has been there for %.0f seconds: %s", service.url, now - began, text)
         repeated = final and bool(answers)
         # A wait that `closed` ends at once. It ends early for a node whose rest is over.
-        (closed or threading.Event()).wait(min(soonest, max(0.0, service.wait - waited)))
+        closed.wait(min(soonest, max(0.0, service.wait - waited)))
         pause = min(_LONGEST_PAUSE_S, 2 * pause)
 
 

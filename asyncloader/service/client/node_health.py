@@ -16,7 +16,6 @@ _FIRST_REST_S, _LONGEST_REST_S = 0.05, 3.0
 _FORGOTTEN_S = 60.0  # after which failures do not count any more
 _FEWEST = 3  # fruitless connections, before an epoch may end for them
 _MOST_TEXT = 300
-_MOST_UNREADABLE = 3  # connections in a row that ended with an answer that cannot be read, before a node is left alone
 
 
 @dataclass
@@ -24,7 +23,6 @@ class _NodeRecord:
     connected: int = 0
     batches: int = 0  # of connections that have ended
     fruitless: int = 0  # connections with tasks that ended without any answer
-    unreadable: int = 0  # connections in a row that ended with an answer that cannot be read
     why: str = ""  # the last connection ended, or could not be made
     in_a_row: int = 0  # failures since the last batch
     failed_at: float = -inf
@@ -64,8 +62,6 @@ class NodeHealth:
         answers: int,
         every: int,
         now: float,
-        *,
-        unreadable: bool = False,
     ) -> None:
         """Note that a worker connection has ended, although its worker may be running.
 
@@ -77,13 +73,10 @@ class NodeHealth:
             answers: answers received over it.
             every: answers of all worker connections so far.
             now: the time.
-            unreadable: whether it ended with an answer that cannot be read.
         """
         node = self._node(address)
         node.why = why
         node.batches += answers
-        # In a row: a connection on which an answer could be read begins the count again.
-        node.unreadable = unreadable + (0 if answers else node.unreadable)
         if answers:
             node.in_a_row = 0
             return
@@ -102,14 +95,6 @@ class NodeHealth:
             self._fruitless, self._first, self._answers = 0, now, every
         self._fruitless += 1
         self._last = now
-
-    def unreadable(self, address: str) -> str | None:
-        """Return the reason why this node must not be used; None: it may be used."""
-        node = self._nodes.get(address)
-        if node is None or node.unreadable < _MOST_UNREADABLE:
-            return None
-        why = line_of(node.why, _MOST_TEXT)
-        return f"{node.unreadable} times in a row its answers could not be read; the last time: {why}"
 
     def failures(self, address: str, now: float) -> int:
         """Return the number of failures of the node since its last batch."""

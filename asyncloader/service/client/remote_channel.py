@@ -49,8 +49,6 @@ class RemoteChannel:
         """The node's report of the end of the worker's process; None: no report."""
         self.why = "the node closed the connection"
         """The reason of the end, once `ended` is set."""
-        self.broken = False
-        """Whether the channel was ended because a message could not be read."""
         # A pipe, because the socket is no sign of the end: it becomes readable also for messages, and a node that is
         # given up has not closed it. A forked child closes its copies at once (`_forget_all` in `remote_workers.py`):
         # with another write end open, closing this process's would wake nothing.
@@ -135,7 +133,6 @@ class RemoteChannel:
 
     def distrust(self, why: str) -> None:
         """End, because the node has sent a message that cannot be read."""
-        self.broken = True
         self._end(why)
 
     def flush(self) -> bool:
@@ -295,7 +292,6 @@ class PassedChannel(Channel):
     def __init__(self, sock: socket.socket, link: Link) -> None:
         super().__init__(sock)
         self._link = link
-        self.broken = False
         self.why = "the node closed the connection"
         self._silent: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
@@ -311,12 +307,12 @@ class PassedChannel(Channel):
         try:
             return next((each.body for each in self._link.receive() if each.header.kind == frames.DIED), None)
         except ValueError as error:
-            self.broken, self.why = True, str(error)
+            self.why = str(error)
             return None
 
     def distrust(self, why: str) -> None:
         """End, because the process has sent a message that cannot be read."""
-        self.broken, self.ended, self.why = True, True, why
+        self.ended, self.why = True, why
         hang_up_soon(self._link)  # makes `gone_fd` readable
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:

@@ -64,12 +64,12 @@ class ServiceWorkers(Search):
     ring_manager = RingManager
 
     def __init__(self, dataset: RemoteDataset, credits: int) -> None:
+        super().__init__()
         self._dataset = dataset
         self._service: Service = dataset.service
         self._defined = dataset.defined
         self._credits = credits
         self._loader_name = secrets.token_hex(8)
-        self.closed = threading.Event()
         self._made: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._next = 0
         # Not less than `_STANDS_S`: before, no connection can be known to stand, and a slow node would be an error.
@@ -162,15 +162,10 @@ class ServiceWorkers(Search):
                 self._answers += worker.answers
             if why:
                 figures = worker.opened, worker.tasks, worker.answers, every, monotonic()
-                self._progress.lost(worker.node, why, *figures, unreadable=worker.channel.broken)
+                self._progress.lost(worker.node, why, *figures)
 
     def _open(self, node: NodeConnection, worker: int, setup: WorkerSetup) -> RemoteWorker:
         link = node.link
-        # A node whose answers could not be read is not used again, although its handshake is right.
-        with self._lock:
-            unreadable = self._progress.unreadable(node.address)
-        if unreadable is not None:
-            raise Unreachable(f"{node.address}: {unreadable}", final=True)
         difference = node.info.difference(self._dataset.info)
         if difference:  # a node that was started again, or one with another copy of the data
             raise Unreachable(f"{node.address}: {difference}: all nodes of a service need the same data", final=True)
@@ -309,7 +304,7 @@ class RemoteWorker(Watched):
             try:
                 death = read_record(DeathReport, said)
             except ValueError as error:
-                why, self.channel.broken = str(error), True
+                why = str(error)
             else:
                 # Lost is the connection only: the process did not carry out this worker's task, so no task is
                 # suspected.
@@ -326,7 +321,7 @@ class RemoteWorker(Watched):
 
     def distrust(self, error: ValueError) -> bool:
         """End the worker, whose answer cannot be read. Returns True: its tasks go to the worker that replaces it."""
-        # The replacement may be at the same node, if it is the only node: `NodeHealth.unreadable` ends that.
+        # The replacement may be at the same node, if it is the only node: `NodeHealth.problem` ends that.
         self.channel.distrust(line_of(str(error)))
         return True
 

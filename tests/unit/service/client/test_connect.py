@@ -106,7 +106,6 @@ def test_a_refusal_that_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None
 def test_nobody_waits_any_more() -> None:
     """A loader that is closed stops waiting for a node that keeps reporting that it is busy, and leaves no thread."""
     search = Search()
-    search.closed = threading.Event()
     search.closed.set()
     with busy_node(True) as address, pytest.raises(ServiceUnavailable, match="the loader was closed meanwhile"):
         on_any_node(Service(address), definitions.numbers(), lambda _: None, search)
@@ -115,7 +114,7 @@ def test_nobody_waits_any_more() -> None:
 def test_a_fork_while_a_loader_connects() -> None:
     """The child keeps no copy of the connection: the node sees that the loader hangs up, although the child lives."""
     search = Search()
-    search.closed = closed = threading.Event()
+    closed = search.closed
     waits, go = os.pipe()
 
     def live_on() -> None:

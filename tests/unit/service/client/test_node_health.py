@@ -63,17 +63,6 @@ def test_what_is_no_lack_of_progress(ends: list[tuple[int, int, int]]) -> None:
     assert progress.problem(every, False, now) is None
 
 
-def test_a_node_whose_answers_cannot_be_read_is_left_alone_after_three_connections() -> None:
-    """A readable answer in between resets the count; the text that the node sent is shown without escapes."""
-    progress = NodeHealth(60.0)
-    for number, answers in enumerate((0, 0, 5, 0)):
-        progress.lost("a", "\x1b[2Jbroken", float(number), 8, answers, answers, number + 0.5, unreadable=True)
-        assert progress.unreadable("a") is None
-    progress.lost("a", "\x1b[2Jbroken", 5.0, 8, 0, 5, 5.5, unreadable=True)
-    assert progress.unreadable("a") == "3 times in a row its answers could not be read; the last time: \\x1b[2Jbroken"
-    assert progress.unreadable("b") is None
-
-
 def test_the_least_loaded_comes_first_and_equal_ones_take_turns() -> None:
     """So workers are spread evenly from the beginning, and again after a node has died."""
     assert node_order([0.5, 0.0, 0.25], 7) == [1, 2, 0]

@@ -82,7 +82,7 @@ def test_a_socket_of_a_family_without_a_name(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.network
 def test_a_report_that_cannot_be_read() -> None:
-    """The node that sent it counts as unreadable, as over a network: otherwise it would be used again and again."""
+    """The connection counts as lost, with the bytes as the reason."""
     ended: list[str] = []
     (ours, theirs), (channel, process) = socket.socketpair(), socket.socketpair()
     with theirs, process:
@@ -91,7 +91,6 @@ def test_a_report_that_cannot_be_read() -> None:
         worker = RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: ended.append(why))
         theirs.sendall(b"HTTP".ljust(HEADER_BYTES))
         text = str(worker.death())
-        assert worker.channel.broken
         assert worker.lost
         assert "b'HTTP" in text
         assert "b'HTTP" in ended[0]
@@ -121,7 +120,7 @@ def test_a_worker_that_is_ended_over_tls(end: Callable[[Any], None], tmp_path: P
         assert select.select([link], [], [], PATIENCE_S)[0]
         end(worker)
         assert list(worker.channel.receive()) == [(wire.COUNTS, b"body")]
-        assert not worker.channel.broken
+        assert worker.channel.why == "the node closed the connection"
     worker.release()
 
 
