@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
@@ -73,42 +72,6 @@ async def test_a_status_that_is_not_retryable_fails_at_once(store: HttpStore, co
             await transport.read("dir/a b")
         assert transport.retries.total == 0
     assert len(store.asked) == 1
-
-
-async def test_a_server_that_asks_for_too_much_time(store: HttpStore) -> None:
-    """A Retry-After past the budget ends the read at once, and the error names it."""
-    store.put("a", b"data")
-    store.faults["a"].append(status(503, Retry_After="3600"))
-    async with opened(store) as transport:
-        with pytest.raises(ReadFailed, match=r"status 503.*tried once: the server asks to wait 3600 s") as caught:
-            await transport.read("a")
-        assert caught.value.path == "a"
-        assert transport.retries.given_up == 1
-    assert len(store.asked) == 1
-
-
-async def test_the_budget_ends_a_read_without_progress(store: HttpStore) -> None:
-    """A server that never recovers is given up after the budget; the error has the number of attempts."""
-    store.put("a", b"data")
-    store.faults["a"].extend([status(503)] * 1000)
-    async with opened(store, retry=RetryPolicy(budget_s=0.3, first_delay_s=0.01, cap_s=0.1)) as transport:
-        with pytest.raises(ReadFailed, match=r"tried \d+ times: no progress for 0.3 s, the retry budget"):
-            await transport.read("a")
-        assert transport.retries.total == len(store.asked) - 1 > 0
-
-
-async def test_a_loop_that_stood_still_uses_no_budget_up(store: HttpStore) -> None:
-    """If the loop is blocked or the process stopped for longer than the budget, one failure does not end a read."""
-
-    async def stand_still(store: HttpStore, request: web.Request) -> web.StreamResponse:
-        time.sleep(0.3)  # noqa: ASYNC251 - as an evaluation in the body of an ``async for``
-        return web.Response(status=503)
-
-    store.put("a", b"data")
-    store.faults["a"].append(stand_still)
-    async with opened(store, RetryPolicy(budget_s=0.2, first_delay_s=0.001, cap_s=0.01)) as transport:
-        assert await transport.read("a") == b"data"
-        assert transport.retries.kinds == {"status 503": 1}
 
 
 # ----------------------------------------------------------------------------------------------- broken downloads

@@ -85,14 +85,6 @@ async def test_a_broken_download_goes_on_where_it_broke(store: BucketStore) -> N
     assert second.headers["If-Match"] == store.objects[A].etag
 
 
-async def test_a_stream_that_breaks_after_every_part_arrives(store: BucketStore) -> None:
-    """Received bytes count as progress: many breaks do not use up a budget that a single outage would."""
-    store.faults[A].extend([broken(200_000)] * 15)
-    async with store.transport() as transport:
-        assert b"".join(await drain(transport.stream("a", start=5, chunk_size=65_536))) == CONTENT[5:]
-        assert transport.retries.resumed == 15
-
-
 async def test_bytes_behind_a_stop_are_asked_for_when_they_are_wanted(store: BucketStore) -> None:
     """By a request of their own, which names the version; also after a break before the stop."""
     store.faults[A].append(broken(200_000))

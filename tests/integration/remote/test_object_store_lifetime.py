@@ -16,7 +16,7 @@ import pytest_asyncio
 from asyncloader.transports import ObjectStoreTransport, Transport, TransportClosed, TransportError
 from asyncloader.transports.testing.subject import drain
 from tests.helpers.forking import fork
-from tests.helpers.http_store import broken, read_behind_a_cancelled_one
+from tests.helpers.http_store import broken
 from tests.helpers.object_stores import KEYS, BucketStore, Moto, moto_server, serving_bucket
 
 pytestmark = pytest.mark.network
@@ -47,15 +47,6 @@ def opened(moto: Moto) -> ObjectStoreTransport:
 
 
 # ----------------------------------------------------------------------------------- bounds, cancelling, closing
-
-
-@pytest.mark.parametrize("after", [-1, 1_000_000])
-async def test_a_cancelled_read_gives_its_slot_back(store: BucketStore, after: int) -> None:
-    """Cancelled in front of a store that stalls, a read ends at once, and the only slot is free again."""
-    store.faults[A].append(broken(after, stall=True))
-    async with store.transport(requests=1, stalled_s=1000) as transport:
-        assert await read_behind_a_cancelled_one(store, transport, "b") == b"data"
-        assert transport.retries.total == 0
 
 
 @pytest.mark.parametrize("after", [-1, 1_000_000])

@@ -34,24 +34,6 @@ async def pool() -> AsyncIterator[BlockingPool]:
     await pool.aclose()
 
 
-async def test_run_gives_the_result_from_a_thread(pool: BlockingPool) -> None:
-    """The call runs in one of the pool's own threads, which has the pool's name."""
-    name = await pool.run(lambda: threading.current_thread().name)
-    assert name.startswith("asyncloader-test")
-
-
-async def test_run_raises_what_the_call_raises(pool: BlockingPool) -> None:
-    """The error is raised unchanged."""
-    error = KeyError("a")
-
-    def fail() -> None:
-        raise error
-
-    with pytest.raises(KeyError) as caught:
-        await pool.run(fail)
-    assert caught.value is error
-
-
 async def test_threads_are_bounded() -> None:
     """No more calls run at once than the pool has threads."""
     pool = BlockingPool("test", threads=2)
@@ -127,15 +109,6 @@ async def test_cancelled_acquire_that_was_served_already_releases(pool: Blocking
     with pytest.raises(asyncio.CancelledError):
         await acquiring
     assert released == ["file"]
-
-
-async def test_acquire_that_succeeds_or_fails_releases_nothing(pool: BlockingPool) -> None:
-    """The result belongs to the caller; an error is no result."""
-    released: list[object] = []
-    assert await pool.acquire(lambda: "file", released.append) == "file"
-    with pytest.raises(ZeroDivisionError):
-        await pool.acquire(lambda: 1 // 0, released.append)
-    assert released == []
 
 
 async def test_finish_goes_on_without_its_caller(pool: BlockingPool) -> None:

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import tracemalloc
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +11,6 @@ from asyncloader.transports.cache_layout import (
     CacheFooter,
     Stored,
     block_key,
-    charge,
     choose_victims,
     entry_name,
     entry_url_key,
@@ -125,12 +122,6 @@ def test_storable_etag(etag: str, storable: bool) -> None:
     assert storable_etag(etag) is storable
 
 
-@pytest.mark.parametrize(("size", "charged"), [(0, 0), (1, 4096), (4096, 4096), (4097, 8192)])
-def test_charge_is_whole_blocks(size: int, charged: int) -> None:
-    """A file takes whole blocks of the disk."""
-    assert charge(size) == charged
-
-
 @given(
     st.lists(st.builds(Stored, st.integers(0, 9), st.text(max_size=3), st.integers(1, 50)), unique=True),
     st.integers(-5, 400),
@@ -146,18 +137,3 @@ def test_victims_are_the_oldest_and_enough(files: list[Stored], excess: int) -> 
         newest = max(file.used for file in victims)
         assert all(file.used >= newest for file in kept)
         assert any(freed - file.charged < excess for file in victims if file.used == newest)
-
-
-@pytest.mark.thorough
-def test_choosing_holds_few_files() -> None:
-    """Of a hundred thousand files only the chosen files are held in memory, in whatever order they are read."""
-    stored = [Stored(used, str(used), 4096) for used in range(100_000)]
-    for files in [stored, stored[::-1]]:
-        tracemalloc.start()
-        try:
-            victims = choose_victims(iter(files), 100 * 4096)
-            _, most = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        assert {victim.used for victim in victims} == set(range(100))
-        assert most < 1_000_000

@@ -60,14 +60,6 @@ def test_the_newest_version(folder: Path) -> None:
         assert content(store.open_newest(hash_key("u"))) == str(number).encode()
 
 
-def test_lookups_create_nothing(folder: Path) -> None:
-    """A cache that was never written to does not exist; looking up objects creates no directory."""
-    store = opened(folder)
-    assert held(store, "u") is None
-    assert not store.has(hash_key("u"))
-    assert not folder.exists()
-
-
 def test_only_this_user_may_look(folder: Path) -> None:
     """Directories and files are accessible to the user alone."""
     put(opened(folder), "u")
@@ -310,16 +302,6 @@ def test_a_file_that_is_cut_under_a_reader(folder: Path) -> None:
     assert held(store, "u") is None
     assert not file_of(folder, "u").exists()
     entry.close()
-
-
-def test_a_deleted_file_is_read_to_its_end(folder: Path) -> None:
-    """An open object can be read even if it was evicted after it was opened."""
-    store = opened(folder)
-    put(store, "u")
-    entry = store.open(hash_key("u"), "1")
-    assert entry is not None
-    file_of(folder, "u").unlink()
-    assert content(entry) == DATA
 
 
 def test_a_renamed_file_is_not_used(folder: Path) -> None:

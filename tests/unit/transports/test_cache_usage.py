@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from asyncloader.transports.cache_layout import ROOT_NAME, Stored, hash_key
-from asyncloader.transports.cache_store import CacheStore
-from asyncloader.transports.cache_usage import CacheCounts
 from asyncloader.transports.file_lock import wait_for_lock
-from tests.unit.transports.cache_subject import DATA, begun, disk_use, everything, file_of, held, opened, put
+from tests.unit.transports.cache_subject import DATA, begun, disk_use, file_of, held, opened, put
 
 
 @pytest.fixture
@@ -38,17 +36,6 @@ def test_the_least_recently_used_goes(folder: Path) -> None:
     assert held(store, "a") == held(store, "e") == held(store, "f") == DATA
 
 
-def test_evictions_are_counted(folder: Path) -> None:
-    """The counter has the number of evicted files."""
-    counts = CacheCounts()
-    store = CacheStore(str(folder), 40 * 4096, counts)
-    for number in range(100):
-        put(store, str(number))
-        assert disk_use(folder) <= 40 * 4096
-    assert counts.evictions == 100 - len(everything(folder))
-    assert 30 <= len(everything(folder)) <= 40
-
-
 def test_the_time_of_use_is_known_to_the_minute(folder: Path) -> None:
     """A hit renews a time that is older than a minute, or in the future; a recent time stays."""
     store = opened(folder)
@@ -60,15 +47,6 @@ def test_the_time_of_use_is_known_to_the_minute(folder: Path) -> None:
         held(store, "u")
         assert (file.stat().st_mtime >= now) is (renewed or age < 0), age
         assert file.stat().st_mtime < now + 3000
-
-
-def test_an_object_that_is_too_large_is_not_cached(folder: Path) -> None:
-    """The object that is too large evicts no other object."""
-    store = opened(folder, 8192)
-    put(store, "u")
-    put(store, "large", data=bytes(8193))
-    assert held(store, "large") is None
-    assert held(store, "u") == DATA
 
 
 def test_what_is_being_written_counts(folder: Path) -> None:
@@ -104,18 +82,6 @@ def test_foreign_files_stay(folder: Path) -> None:
     assert not file_of(folder, "a").exists()
 
 
-def test_a_link_in_place_of_an_object(folder: Path) -> None:
-    """The link is not followed."""
-    store = opened(folder)
-    put(store, "a")
-    target = folder.parent / "target"
-    target.write_bytes(file_of(folder, "a").read_bytes())
-    file_of(folder, "a").unlink()
-    file_of(folder, "a").symlink_to(target)
-    assert held(store, "a") is None
-    assert target.exists()
-
-
 def test_a_damaged_usage_file_is_rewritten(folder: Path) -> None:
     """A usage file that is missing, damaged or wrong is rewritten from the actual files."""
     store = opened(folder, 6 * 4096)
@@ -126,17 +92,6 @@ def test_a_damaged_usage_file_is_rewritten(folder: Path) -> None:
         put(store, f"after {wrong!r}")
         assert held(store, f"after {wrong!r}") == DATA
         assert disk_use(folder) <= 6 * 4096
-
-
-def test_a_torn_file_subtracts_nothing(folder: Path) -> None:
-    """The file's original size is unknown, and other processes that find it would subtract it as well."""
-    store = opened(folder, 4 * 4096)
-    put(store, "torn")
-    file_of(folder, "torn").write_bytes(bytes(20 * 4096))
-    assert held(store, "torn") is None
-    for number in range(12):
-        put(store, str(number))
-        assert disk_use(folder) <= 4 * 4096
 
 
 def test_what_is_added_during_a_count_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import warnings
 from contextlib import aclosing
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from asyncloader.transports import (
     ReadFailed,
     Transport,
 )
+from asyncloader.transports.cache_layout import ROOT_NAME
 from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import CHUNKS, OTHER, Asked, around, copied, files
 
@@ -247,3 +249,45 @@ async def test_many_at_once(tmp_path: Path) -> None:
         outcomes = await asyncio.gather(*(transport.read("a") if n % 2 else streamed() for n in range(60)))
         assert set(outcomes) == {CONTENT}
         assert len(files(tmp_path)) == 1
+
+
+# -------------------------------------------------------------------------------------------------- a bad disk
+
+
+def blocked(folder: Path) -> None:
+    """Make a file in the place of the cache's directory, which stops the superuser too."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.write_text("not a directory")
+
+
+async def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    """Caching ends with one warning that names the directory; all reads succeed, in this transport and others."""
+    folder = tmp_path / "cache"
+    blocked(folder)
+    store = Asked({"a": CONTENT, "b": OTHER})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            async with around(copied(store), folder) as transport:
+                assert await asyncio.gather(*(transport.read("a") for _ in range(20))) == [CONTENT] * 20
+                assert await drain(transport.stream("a", chunk_size=1000)) == CHUNKS
+                assert await transport.read_range("b", 0, 5) == OTHER[:5]
+    assert [each.category for each in caught] == [RuntimeWarning]
+    assert "caching in" in str(caught[0].message)
+    assert str(folder) in str(caught[0].message)
+
+
+async def test_hits_go_on_when_writing_fails(tmp_path: Path) -> None:
+    """Cached objects are served even if no further object can be written."""
+    store = Asked({"a": CONTENT, "b": OTHER})
+    async with around(store, tmp_path) as transport:
+        await transport.read("a")
+        fills = tmp_path / ROOT_NAME / "fills"
+        fills.rmdir()
+        blocked(fills)
+        with pytest.warns(RuntimeWarning, match="reads go on without it"):
+            assert await transport.read("b") == OTHER
+        store.taken()
+        assert await transport.read("a") == CONTENT
+        assert await transport.read("b") == OTHER
+        assert store.taken() == ["info", "read"]

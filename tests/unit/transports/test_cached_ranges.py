@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.transports import CachedTransport, MemoryTransport, ObjectInfo, ReadFailed
+from asyncloader.transports import CachedTransport, MemoryTransport, ReadFailed
 from asyncloader.transports.cache_layout import BLOCK_BYTES, block_length, split_range
 from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import OTHER, Asked, around, files
@@ -93,19 +93,6 @@ async def test_a_range_is_downloaded_once(tmp_path: Path) -> None:
         assert counts.bytes_saved == SIZE + KIB + (2048 + 680) * KIB  # and the blocks that the third read found
 
 
-async def test_a_small_object_is_one_block(tmp_path: Path) -> None:
-    """A range of it reads the whole object, which is then cached."""
-    store = Ranged({"a": CONTENT})
-    async with around(store, tmp_path) as transport:
-        assert await transport.read_range("a", 1, 2) == CONTENT[1:3]
-        assert store.ranges() == ["0+16"]
-        assert await transport.read_ranges("a", [(5, 3), (0, 1)]) == [CONTENT[5:8], CONTENT[:1]]
-        assert b"".join(await drain(transport.stream("a", start=7))) == CONTENT[7:]
-        assert await transport.read("a") == CONTENT
-        assert store.ranges() == []
-        assert len(files(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("chunk_size", [1000, 300_000, 1 << 21])
 async def test_streams_of_a_part(tmp_path: Path, chunk_size: int) -> None:
     """A stream from the middle, or to a stop, reads blocks; none behind the stop's block unless it is wanted."""
@@ -146,18 +133,6 @@ async def test_without_revalidation_nothing_is_asked(tmp_path: Path) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- versions
-
-
-async def test_a_replaced_object_is_read_anew(tmp_path: Path) -> None:
-    """Blocks of the old version are never returned, and those of the new version are cached."""
-    store = Ranged({"a": LATER})
-    async with around(store, tmp_path) as transport:
-        await transport.read_ranges("a", edges((0, SIZE / KIB)))
-        store.put("a", LARGE)
-        for expected in (["0+1024"], []):
-            store.taken()
-            assert await got(transport, (3, 5))
-            assert store.ranges() == expected
 
 
 async def test_a_replaced_object_without_revalidation(tmp_path: Path) -> None:
@@ -362,19 +337,3 @@ async def test_answers_that_name_no_version(tmp_path: Path) -> None:
         store.during["read_range"] = lambda: store.put("b", OTHER)
         assert await transport.pinned("b").read_ranges([(1, 2)]) == [OTHER[1:3]]
         assert len(files(tmp_path)) == 1
-
-
-async def test_a_store_without_versions(tmp_path: Path) -> None:
-    """Exactly the wanted ranges are read."""
-
-    class Plain(Ranged):
-        async def info(self, path: str) -> ObjectInfo:
-            return ObjectInfo(await self.size(path), None)
-
-    store = Plain({"a": LARGE})
-    async with around(store, tmp_path) as transport:
-        for _ in range(2):
-            assert await got(transport, (3000, 10))
-            assert store.ranges() == ["3000+10"]
-        assert transport.cache_counts.misses == 2
-        assert files(tmp_path) == []

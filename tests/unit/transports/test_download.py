@@ -189,15 +189,6 @@ def test_a_proved_download_asks_for_no_byte_twice(size: int, breaks: list[int]) 
     assert client.counts.resumed == sum(position > 0 for position in store.asked)
 
 
-def test_an_unproved_read_begins_again() -> None:
-    """No bytes were returned yet, so those of the first version are dropped."""
-    store = Store(9, [Answer(0, 6), Answer(1)], proves=False)
-    data, client = run(store, lambda client: StoreDownload(client, "a").rest())
-    assert data == store.content(1)
-    assert store.asked == [0, 0]
-    assert (client.counts.total, client.counts.resumed) == (1, 0)
-
-
 @pytest.mark.parametrize(("proves", "answer"), [(False, Answer(1, 6)), (True, Answer(1, 6, silent=True))])
 async def test_an_unproved_stream_that_breaks(proves: bool, answer: Answer) -> None:
     """Returned bytes cannot be taken back, and nothing proves that the rest is of their version."""
@@ -258,16 +249,6 @@ async def test_blocks_of_two_versions_are_refused() -> None:
         with pytest.raises(ReadFailed, match="'a' changed while it was read") as caught:
             await read_blocks(client, "a", downloads, 2)
         assert caught.value.path == "a"
-
-
-async def test_blocks_come_in_order() -> None:
-    """This holds for any number of blocks, including none."""
-    store = Store(9, [Answer(1)], proves=True)
-    async with client_of(store) as client:
-        for count in range(4):
-            downloads = [StoreDownload(client, "a", start, start + 1) for start in range(count)]
-            expected = [store.content(1)[n : 2 * n + 1] for n in range(count)]
-            assert await read_blocks(client, "a", downloads, 2) == expected
 
 
 def test_a_spent_budget_names_the_attempts() -> None:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -71,20 +70,6 @@ async def test_missing_root(tmp_path: Path) -> None:
         (tmp_path / "later").mkdir()
         (tmp_path / "later/a").write_bytes(b"1")
         assert await transport.read("a") == b"1"
-
-
-def test_threads_are_bounded_by_default() -> None:
-    """The default is a number of threads that fits the machine; values below 1 are refused."""
-    assert 1 < LocalTransport("/").threads <= 32
-    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
-        LocalTransport("/", threads=0)
-
-
-def test_making_one_starts_nothing() -> None:
-    """Construction starts no thread and touches no disk."""
-    before = threading.active_count()
-    LocalTransport("/no/such/directory", threads=4)
-    assert threading.active_count() == before
 
 
 # --- reading

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.transports import LocalTransport, TransportClosed
+from asyncloader.transports import LocalTransport
 
 
 @pytest.fixture
@@ -85,16 +85,6 @@ async def test_open_file_is_closed_when_its_task_is_cancelled(root: Path) -> Non
             await using
         free.set()
         await asyncio.gather(*held)
-
-
-async def test_open_file_after_close(root: Path) -> None:
-    """A file that outlives its transport cannot be read, and is closed by its block."""
-    transport = LocalTransport(root)
-    async with transport.open("a.bin") as file:
-        await transport.aclose()
-        with pytest.raises(TransportClosed):
-            await file.read()
-    assert file.closed
 
 
 # --- other processes

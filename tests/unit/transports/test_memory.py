@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.transports import InvalidPath, MemoryTransport
+from asyncloader.transports import MemoryTransport
 
 
 async def test_objects_are_copied_from_the_mapping() -> None:
@@ -17,13 +17,6 @@ async def test_objects_are_copied_from_the_mapping() -> None:
         assert [path async for path in transport.list()] == ["a"]
 
 
-async def test_put_replaces() -> None:
-    """A read returns the last object put under its path."""
-    async with MemoryTransport({"a": b"1"}) as transport:
-        transport.put("a", b"22")
-        assert await transport.read("a") == b"22"
-
-
 async def test_stream_gives_the_object_as_it_was() -> None:
     """A stream in progress does not mix old and new bytes."""
     async with MemoryTransport({"a": b"old"}) as transport:
@@ -32,13 +25,6 @@ async def test_stream_gives_the_object_as_it_was() -> None:
             transport.put("a", b"new")
             chunks.append(chunk)
         assert b"".join(chunks) == b"old"
-
-
-@pytest.mark.parametrize("path", ["", "/a", "a/../b"])
-def test_put_refuses_illegal_paths(path: str) -> None:
-    """An object that could not be read cannot be stored."""
-    with pytest.raises(InvalidPath):
-        MemoryTransport({path: b""})
 
 
 @pytest.mark.parametrize("data", [bytearray(b"1"), "1", memoryview(b"1")])

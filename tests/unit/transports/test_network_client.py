@@ -69,17 +69,6 @@ async def waiting(owner: Owner, limit: float | None = None) -> asyncio.Task[None
     return task
 
 
-async def test_one_client_serves_all_calls_of_a_loop() -> None:
-    """The first use opens it."""
-    owner = Owner()
-    assert not owner.opened
-    client = owner.use()
-    async with owner.scope():
-        assert owner.use() is client
-    assert owner.opened == [client]
-    await owner.aclose()
-
-
 def test_the_next_loop_gets_a_client_and_slots_of_its_own() -> None:
     """Slots and calls of a loop that has ended are not counted."""
     owner = Owner(requests=1)

@@ -117,22 +117,6 @@ def test_copies(tmp_path: Path) -> None:
     assert len(pickle.loads(pickle.dumps(kept))) == 0
 
 
-async def test_a_damaged_file(tmp_path: Path) -> None:
-    """It is not open, but deleted, and read from the store again."""
-    store = Asked({"a": LARGE[:1000]})
-    kept = OpenFiles()
-    async with around(store, tmp_path) as transport:
-        await transport.read_range("a", 0, 10)
-        (path,) = files(tmp_path)
-        path.write_bytes(b"x" + path.read_bytes()[1:])
-        async with around(Asked({"a": LARGE[:1000]}), tmp_path) as other:
-            reader = other.pinned("a")
-            assert isinstance(reader, CachedObject)
-            await reader.info()
-            assert found_in(reader, kept, [(0, 10)]) == [None]
-            assert not path.exists()
-
-
 @pytest.mark.parametrize("left", [0, 4096, BLOCK_BYTES - 5])
 async def test_a_file_that_is_cut_while_it_is_open(tmp_path: Path, left: int) -> None:
     """By another program: what is left of it is read, the rest comes from the store, and nobody is killed."""

@@ -63,11 +63,6 @@ async def test_a_version_that_is_asked_for_twice(
     assert await Told(*versions, data=data).read_with_info("a") == (data, (len(data), known))
 
 
-async def test_a_transport_of_somebody_else_has_sizes() -> None:
-    """A transport without versions returns the size alone."""
-    assert await Plain({"a": b"data"}).info("a") == ObjectInfo(4, None)
-
-
 # ------------------------------------------------------------------------------------------------------- memory
 
 
