@@ -80,9 +80,6 @@ class CachedBlocks:
             for block, pieces in wanted.items():
                 if not self._take(block, pieces, claim.found):
                     self._claim_block(block, claim, fill=fill and claim.error is None)
-                    # Another writer may have finished the block after it was found missing and before it was claimed.
-                    if block in claim.refused and self._take(block, pieces, claim.found):
-                        claim.refused.remove(block)
         except BaseException:
             claim.abort()
             raise

@@ -345,11 +345,14 @@ class NetworkTransport(Transport, Generic[_K]):
         """Retry statistics of this transport in this process."""
         return self._client.counts
 
+    @classmethod
+    def from_url(cls, url: str, **options: Any) -> Self:
+        """Make the transport for a URL; the options are the constructor's."""
+        return cls(url, **options)
+
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """Read a whole object, like `Transport.read`; a download that breaks is resumed."""
-        self._check(path)
-        check_size(path, 0, max_bytes)
-        return await self._download(path, max_bytes=max_bytes).rest()
+        return (await self.read_with_info(path, max_bytes=max_bytes))[0]
 
     async def read_with_info(self, path: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
         """Read a whole object and its version in one request, like `Transport.read_with_info`."""
@@ -361,13 +364,17 @@ class NetworkTransport(Transport, Generic[_K]):
 
     async def read_range(self, path: str, start: int, length: int) -> bytes:
         """Read a range, like `Transport.read_range`."""
-        self._check(path)
-        if start < 0 or length < 0:
-            raise ValueError(f"a byte range needs start and length of 0 or more, got start={start}, length={length}")
-        if not length:
-            self._client.use()
-            return b""
-        return await self._download(path, start, length).rest()
+        return (await self.read_ranges(path, [(start, length)]))[0]
+
+    async def size(self, path: str) -> int:
+        """Return an object's size, by the request of `info`, like `Transport.size`."""
+        return (await self.info(path)).size
+
+    async def info(self, path: str) -> ObjectInfo:
+        """Return an object's size and version, like `Transport.info`: a strong ETag, or a date that is old enough."""
+        version = await self.version(path)
+        assert version.size is not None  # otherwise SizeUnknown was raised
+        return ObjectInfo(version.size, version.name)
 
     async def read_ranges(self, path: str, ranges: Iterable[tuple[int, int]]) -> Sequence[bytes]:
         """Read ranges, nearby ranges in one request, like `Transport.read_ranges`. All bytes are of one version.

@@ -13,10 +13,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from asyncloader.transports.base import ObjectInfo
 from asyncloader.transports.checks import check_limits, check_path, check_prefix, check_size, check_start
 from asyncloader.transports.download import Download, NetworkTransport
 from asyncloader.transports.errors import InvalidPath, RangesIgnored, ReadFailed, SizeUnknown, TransportError
@@ -106,11 +105,6 @@ class HttpTransport(NetworkTransport[HttpClient]):
         super().__init__(self._client_type(root, options, self.range_gap), root, {"listing": listing, **options})
         self._listing = listing
 
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> Self:
-        """Make the transport for ``http://...`` or ``https://...``; the options are the constructor's."""
-        return cls(url, **options)
-
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Return the paths in the `listing` object, sorted, without duplicates, like `Transport.list`.
 
@@ -136,21 +130,8 @@ class HttpTransport(NetworkTransport[HttpClient]):
             yield path
             self._client.use()
 
-    async def size(self, path: str) -> int:
-        """Return an object's size, by HEAD, or by a GET of one byte if HEAD fails, like `Transport.size`."""
-        return (await self.info(path)).size
-
-    async def info(self, path: str) -> ObjectInfo:
-        """Return an object's size and version, with the same request as `size`, like `Transport.info`.
-
-        The version is a strong ETag, otherwise a ``Last-Modified`` date that is at least a minute old.
-        """
-        version = await self.version(path)
-        assert version.size is not None
-        return ObjectInfo(version.size, version.name)
-
     async def version(self, path: str) -> Version:
-        """Return an object's version, with the same request as `info`."""
+        """Return an object's version, by HEAD, or by a GET of one byte if HEAD fails."""
         check_path(path)
         return await self._download(path).measure()
 

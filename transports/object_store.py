@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Buffer
 
@@ -121,11 +121,6 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         }
         super().__init__(StoreClient(location, options), root, options)
 
-    @classmethod
-    def from_url(cls, url: str, **options: Any) -> Self:
-        """Make the transport for ``s3://...``, ``gs://...`` or ``az://...``; the options are the constructor's."""
-        return cls(url, **options)
-
     async def list(self, prefix: str = "") -> AsyncGenerator[str, None]:
         """Return the objects' paths, like `Transport.list`. All are requested before the first is returned.
 
@@ -140,14 +135,6 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
             yield path
             self._client.use()
 
-    async def size(self, path: str) -> int:
-        """Return an object's size, by HEAD, like `Transport.size`."""
-        return (await self.info(path)).size
-
-    async def info(self, path: str) -> ObjectInfo:
-        """Return an object's size and its ETag if that is strong, by HEAD, like `Transport.info`."""
-        return _info(await self.version(path))
-
     async def write(self, path: str, pieces: Sequence[Buffer]) -> ObjectInfo:
         """Write an object, like `Transport.write`: up to 8 MiB by one request, more by a multipart upload.
 
@@ -156,7 +143,8 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         them.
         """
         check_key(path)
-        return _info(await self._client.upload(path, pieces))
+        version = await self._client.upload(path, pieces)
+        return ObjectInfo(sum(memoryview(piece).nbytes for piece in pieces), version.name)
 
     async def delete(self, path: str) -> None:
         """Delete an object, like `Transport.delete`."""
@@ -173,11 +161,6 @@ class ObjectStoreTransport(NetworkTransport[StoreClient]):
         self, path: str, start: int = 0, length: int | None = None, max_bytes: int | None = None
     ) -> StoreDownload:
         return StoreDownload(self._client, path, start, length, max_bytes)
-
-
-def _info(version: Version) -> ObjectInfo:
-    assert version.size is not None  # stores state it
-    return ObjectInfo(version.size, version.name)
 
 
 class StoreDownload(Download[StoreClient]):

@@ -130,9 +130,18 @@ class StoreClient(NetworkClient[OpenStore]):
         """Request an object, and wait for the head of the response. The caller holds a slot."""
         from obstore import get_async
 
+        return await self._ask(scope, lambda store: get_async(store, path, options=options))
+
+    async def head(self, scope: Scope, path: str) -> ObjectMeta:
+        """Request an object's metadata. The caller holds a slot."""
+        from obstore import head_async
+
+        return await self._ask(scope, lambda store: head_async(store, path))
+
+    async def _ask(self, scope: Scope, request: Callable[[Store], Awaitable[_R]]) -> _R:
         store = self.use().objects
         scope.limit(self.patience(self._head_s))
-        result = await get_async(store, path, options=options)
+        result = await request(store)  # in no variable: an error's traceback would keep its connection open
         self.answered()
         scope.limit(None)
         return result
@@ -140,17 +149,6 @@ class StoreClient(NetworkClient[OpenStore]):
     def slow_s(self, nbytes: int) -> float | None:
         """Return the seconds within which a part of `nbytes` bytes must come; None: no limit."""
         return max(SLOW_S, nbytes / self.min_bytes_per_s) if self.min_bytes_per_s else None
-
-    async def head(self, scope: Scope, path: str) -> ObjectMeta:
-        """Request an object's metadata. The caller holds a slot."""
-        from obstore import head_async
-
-        store = self.use().objects
-        scope.limit(self.patience(self._head_s))
-        meta = await head_async(store, path)
-        self.answered()
-        scope.limit(None)
-        return meta
 
     async def meta(self, path: str) -> ObjectMeta:
         """Request an object's metadata, with retries."""
