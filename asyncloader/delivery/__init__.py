@@ -8,7 +8,7 @@ Data path: reorder -> [delivery] -> consumer. In the order in which a batch pass
     transfer       copies one batch to the device, neighbours together, and runs the user's `device_transform`
     tensors        finds and replaces the tensors of a batch; static tensors for CUDA graphs
     accelerator    the interface of a device
-    cuda           CUDA: side streams, events, page-locking; near the device on machines with several NUMA nodes
+    cuda           CUDA: side streams, events, page-locking
 
 This module chooses the accelerator for a `torch.device`.
 """

@@ -40,8 +40,6 @@ class Accelerator(ABC):
     lock: Lock | None
     """Page-locks a ring, so that copies from it are as fast as from torch's pinned memory; None if the device has no
     page-locking."""
-    node: int | None = None
-    """The device's NUMA node; None if the machine has a single node, or it is unknown."""
     unlocked_because: str = ""
     """Why `lock` is None, for devices that could have it."""
 

@@ -5,23 +5,17 @@ Data path: device_stage -> transfer -> [cuda] -> consumer.
 `CudaAccelerator` works with streams and events. The consumer's *stream* waits for the copies, so the consumer's thread
 does not. `Driver` calls libcuda.so.1 itself. Sources: CUDA Driver API, "Memory Management", "Primary Context
 Management", and `cuThreadExchangeStreamCaptureMode`.
-
-On machines with several NUMA nodes, memory pages and threads are kept near the device: a copy from another node's
-memory crosses the link between the nodes, which other copies need, too. Sources: Linux's sysfs-bus-pci (`numa_node`),
-mbind(2), sched_setaffinity(2).
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -94,14 +88,6 @@ class Driver:
             # A driver that does not know the attribute leaves `supported` unchanged.
             library.cuDeviceGetAttribute(ctypes.byref(supported), ctypes.c_int(_HOST_REGISTER_SUPPORTED), device)
         return bool(supported.value)
-
-    def pci_address(self) -> str:
-        """The device's PCI address, as "0000:3B:00.0"; empty if the driver does not say."""
-        device, text = ctypes.c_int(), ctypes.create_string_buffer(32)
-        library = self._library
-        if library.cuDeviceGet(ctypes.byref(device), ctypes.c_int(self._index)) == _SUCCESS:
-            library.cuDeviceGetPCIBusId(text, ctypes.c_int(len(text)), device)
-        return text.value.decode()
 
     def new_stream(self) -> int | None:
         """The handle of a new non-blocking stream; None if the driver refuses.
@@ -241,7 +227,6 @@ class CudaAccelerator(Accelerator):
             self.unlocked_because = self._driver.refusal
         else:
             self.lock = self._driver.lock
-        self.node = None if self._driver is None else node_of(self._driver.pci_address())
 
     @contextmanager
     def _here(self) -> Generator[None]:
@@ -355,57 +340,3 @@ def _can_be_pinned(tensor: torch.Tensor) -> bool:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested:
         return False
     return all(step or size < 2 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-_PCI = Path("/sys/bus/pci/devices")
-_NODES = Path("/sys/devices/system/node")
-_MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_PREFERRED = 1
-_MOST_NODES = 64  # one word of a mask
-
-
-def node_of(pci: str) -> int | None:
-    """The node of the device at this PCI address ("0000:3B:00.0"); None if unknown, or the machine has one."""
-    try:
-        node = int((_PCI / pci.lower() / "numa_node").read_text())
-        several = len(list(_NODES.glob("node[0-9]*"))) > 1
-    except (OSError, ValueError):
-        return None
-    return node if several and 0 <= node < _MOST_NODES else None
-
-
-def stay_near(node: int | None) -> None:
-    """Bind this thread to the node's cores, as far as it may run there. No other thread is affected."""
-    if node is None:
-        return
-    with suppress(OSError, ValueError, AttributeError):
-        near = os.sched_getaffinity(0) & _cores((_NODES / f"node{node}" / "cpulist").read_text())
-        if near:
-            os.sched_setaffinity(0, near)
-
-
-def prefer_node(address: int, nbytes: int, node: int | None) -> None:
-    """Let pages of this range that do not exist yet be allocated on the node, as long as it has free memory."""
-    number = _MBIND.get(platform.machine())
-    if node is None or number is None or platform.system() != "Linux":
-        return
-    mask = ctypes.c_ulong(1 << node)
-    # The kernel reads one bit less than the length that it is given, hence `_MOST_NODES + 1`.
-    ctypes.CDLL(None).syscall(  # if it fails, the kernel chooses as by default
-        ctypes.c_long(number),
-        ctypes.c_void_p(address),
-        ctypes.c_ulong(nbytes),
-        ctypes.c_int(_MPOL_PREFERRED),
-        ctypes.byref(mask),
-        ctypes.c_ulong(_MOST_NODES + 1),
-        ctypes.c_uint(0),
-    )
-
-
-def _cores(text: str) -> set[int]:
-    """The numbers of a list like "0-3,8"."""
-    found: set[int] = set()
-    for part in text.strip().split(","):
-        first, _, last = part.partition("-")
-        found.update(range(int(first), int(last or first) + 1))
-    return found

@@ -17,14 +17,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from time import perf_counter
 from typing import Any, TypeAlias
 
 import torch
 
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
-from asyncloader.delivery.cuda import LockingUnsupported, prefer_node, stay_near
+from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import OnDevice, Stage
 from asyncloader.delivery.transfer import DeviceTransfer
@@ -58,7 +57,7 @@ class DeviceStage(Stage):
         forward: Callable[[Action], None],
         ahead: int,
     ) -> None:
-        super().__init__("asyncloader-device", forward, ahead, partial(stay_near, transfer.accelerator.node))
+        super().__init__("asyncloader-device", forward, ahead)
         self._opener = opener
         self._transfer = transfer
         self._locker = RingLocker(transfer.accelerator, statistics)
@@ -208,7 +207,7 @@ class RingLocker:
         if not ring.locked:
             began = perf_counter()
             try:
-                ring.lock_pages(lock, partial(prefer_node, node=self._accelerator.node))
+                ring.lock_pages(lock)
             except LockingUnsupported as error:
                 self._do_without(str(error))
                 return False

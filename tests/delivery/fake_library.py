@@ -87,10 +87,6 @@ class FakeLibrary:
         value._obj.value = self.codes.get("lockable", 1)
         return 0
 
-    def cuDeviceGetPCIBusId(self, text: Any, size: Any, device: Any) -> int:  # noqa: N802
-        text.value = b"0000:3B:00.0"[: size.value - 1]
-        return 0
-
     def cuStreamCreate(self, stream: Any, flags: Any) -> int:  # noqa: N802
         assert self.stack == [CONTEXT]
         code = self._call(STREAM, flags)

@@ -151,27 +151,19 @@ class Ring:
         if not exiting() and self.fd is not None and os.getpid() == self._owner:
             self.close_fd()
 
-    def lock_pages(
-        self,
-        lock: Callable[[int, int], Callable[[], None]],
-        bind: Callable[[int, int], None] | None = None,
-    ) -> None:
+    def lock_pages(self, lock: Callable[[int, int], Callable[[], None]]) -> None:
         """Allocate all pages of the ring, and page-lock them.
 
         Args:
             lock: locks a range of memory, given its address and its length in bytes; returns a function that unlocks
                 it, and is called before the memory is unmapped, once the last view has died. A ring of more than
                 `LOCK_BYTES` is locked in several ranges.
-            bind: called first, with the ring's address and length, to choose the NUMA node of new pages; None: the
-                kernel chooses.
 
         Raises:
             RingMemoryError: there is no memory for the pages.
             Exception: whatever `lock` raises.
         """
         address = ctypes.addressof(make_anchor(self._memory, 0, self.nbytes))
-        if bind is not None:
-            bind(address, self.nbytes)
         segment.populate(self._memory, address)
         unlocks: list[Callable[[], None]] = []
         # In parts of whole slots, so that no batch crosses a boundary; some kernels lock at most 2 GB at a time.
