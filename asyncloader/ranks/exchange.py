@@ -1,6 +1,6 @@
 """Lets the ranks of a run make one plan together, before an epoch's first step.
 
-Data path: process_group -> [exchange] -> remote.shared_counting. For shards that a single rank lists and all count.
+Data path: process_group -> [exchange] -> remote.sample_counts. For shards that a single rank lists and counts.
 
 Each method is collective: every rank calls the same methods in the same order. They are awaited; the reductions run in
 a thread. A rank that cannot go on says so in the next `check`, so that the others do not wait for it. A rank that

@@ -30,7 +30,7 @@ from asyncloader.remote.index_counts import SampleOffsets, with_recorded_sizes
 from asyncloader.remote.parquet_reading import SharedRows
 from asyncloader.remote.prefetch import AnyRange
 from asyncloader.remote.reading import READ_AHEAD, MakeReader, Pins, read_shard_range
-from asyncloader.remote.sample_counts import Counted
+from asyncloader.remote.sample_counts import Counted, Counting, count_samples, count_together, list_together
 from asyncloader.remote.shard_sizes import (
     RAISED_WHEN_READ,
     trim,
@@ -51,7 +51,6 @@ from asyncloader.remote.shard_splitting import (
     sample_numbers,
     stretch_of,
 )
-from asyncloader.remote.shared_counting import Counting, count_samples, count_together, list_together
 from asyncloader.remote.stores import LoopStores, Stores, names_of, warn_without_effect
 from asyncloader.remote.stream_blocks import Shards
 from asyncloader.remote.stream_order import LANES

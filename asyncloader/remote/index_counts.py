@@ -1,6 +1,6 @@
 """Reads the indexes that `write_shards` has written beside its shards: their numbers of samples, and where these begin.
 
-Data path: catalog -> [index_counts: _train-index.tar.json] -> shared_counting, which compares sizes with the store's.
+Data path: catalog -> [index_counts: _train-index.tar.json] -> sample_counts, which compares sizes with the store's.
 Data path: shard_sizes, [index_counts: _train-000.tar.samples] -> stream_blocks.
 
 An index is looked for at the name that it would have; a store without it answers one request for each series of shards.
@@ -25,7 +25,6 @@ import numpy.typing as npt
 from asyncloader.bridge import in_thread
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import is_escaped, join_url, split_url
-from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.sample_index import format_name, index_name
 from asyncloader.remote.sample_index import parse_index as parse_samples
 from asyncloader.remote.shard_index import MAX_INDEX_BYTES, ShardNames, parse_index
@@ -201,7 +200,7 @@ class SampleOffsets:
         self._entries: OrderedDict[str, _ShardOffsets] = OrderedDict()  # the last used last
         self._bytes = 0
 
-    async def find(self, shard: Shard, counted: Counted) -> Offsets | None:
+    async def find(self, shard: Shard, samples: int, indexed: bool) -> Offsets | None:
         """Return the offset of each of a shard's samples and, last, of the end of them: one more than there are
         samples, ascending. None: nothing says where they are, or what does is of another version of the shard.
 
@@ -209,7 +208,7 @@ class SampleOffsets:
             ShardError: the table of an MDS shard is damaged.
             TransportError: the table or the index cannot be read. The next call tries again.
         """
-        if shard.mds is None and not counted.indexed:
+        if shard.mds is None and not indexed:
             return None
         entry = self._entries.get(shard.url)
         if entry is None:
@@ -222,7 +221,7 @@ class SampleOffsets:
                 if shard.mds is not None:
                     offsets: Offsets | None = await mds_offsets(shard, shard.mds, self._stores)
                 else:
-                    offsets = await self._read_index(shard, counted.samples)
+                    offsets = await self._read_index(shard, samples)
                 entry.asked = True
                 self._keep(entry, offsets)
         return entry.offsets

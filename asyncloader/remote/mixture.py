@@ -21,7 +21,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.bridge import in_thread
@@ -59,9 +58,8 @@ class Mixture(LoaderDataset, Dataset[Any]):
         weights: of each source, in any unit; 0 leaves a source out. They may change by epoch: a mapping from epochs to
             weights, each of which holds until the next, with weights for epoch 0. `loader.feedback(weights)` sets them
             for the epochs that have not begun.
-        lengths: of each source, the mean number of tokens of its samples, or an array of the lengths of all its
-            samples: weights are then shares of tokens, exact over whole passes. None: shares of samples. The number of
-            an array's lengths is compared with that of the samples; of a stream when these are counted.
+        lengths: of each source, the mean number of tokens of its samples: weights are then shares of tokens, exact over
+            whole passes with ``Fraction(tokens, samples)``. None: shares of samples.
         num_samples: samples of an epoch; for ``on_exhausted="repeat"`` only. Default: all samples of the sources that
             have a weight.
         on_exhausted: the rule for a source that is used up:
@@ -82,7 +80,7 @@ class Mixture(LoaderDataset, Dataset[Any]):
         sources: Sequence[Any],
         weights: Weights | Mapping[int, Weights],
         *,
-        lengths: Sequence[float | Fraction | npt.ArrayLike] | None = None,
+        lengths: Sequence[float | Fraction] | None = None,
         num_samples: int | None = None,
         on_exhausted: OnExhausted = "repeat",
         shuffle: bool = True,
@@ -93,13 +91,7 @@ class Mixture(LoaderDataset, Dataset[Any]):
             _check_source(number, source)
         if lengths is not None and len(lengths) != len(self.sources):
             raise ValueError(f"there should be lengths for each source, but got {len(lengths)} for {len(self.sources)}")
-        self._means: list[Fraction] | None = None
-        self._given: list[int | None] = [None] * len(self.sources)  # lengths of each source; None: no array of them
-        if lengths is not None:
-            sizes = [None if _is_stream(source) else len(source) for source in self.sources]
-            self._means = [_mean(at, *each) for at, each in enumerate(zip(lengths, sizes, strict=True))]
-            given: list[Any] = [*lengths]
-            self._given = [np.size(each) if np.ndim(each) else None for each in given]
+        self._means = None if lengths is None else [_mean(number, each) for number, each in enumerate(lengths)]
         by_epoch = weights if isinstance(weights, Mapping) else {0: weights}
         if 0 not in by_epoch or not all(isinstance(epoch, int) and epoch >= 0 for epoch in by_epoch):
             raise ValueError(f"weights by epoch should begin with epoch 0, but got epochs {list(by_epoch)}")
@@ -125,14 +117,6 @@ class Mixture(LoaderDataset, Dataset[Any]):
             return whole_weights(weights)
         exact = whole_weights(weights)
         return whole_weights([weight / mean for weight, mean in zip(exact, self._means, strict=True)])
-
-    def check_counted(self, number: int, samples: int) -> None:
-        """Compare the number of a source's samples, once they are counted, with the number of its lengths.
-
-        Raises:
-            ValueError: they differ.
-        """
-        _check_number(number, self._given[number], samples)
 
     def shuffled(self) -> Self:
         """Return a copy that shuffles the samples of each source. A loader's ``shuffle=True``."""
@@ -201,11 +185,7 @@ class MixedSources(PlacedSamples, Dataset[Any]):
         return MixedPositions(self, self.source.weights, self.source.whole, self.order, self.streams)
 
     async def plan_streams(self, batch: int, ranks: RankExchange | None = None) -> None:
-        """Count the samples of the streams, unless that was done. As `FixedStreams.plan_streams`.
-
-        Raises:
-            ValueError: a stream has another number of samples than of lengths.
-        """
+        """Count the samples of the streams, unless that was done. As `FixedStreams.plan_streams`."""
         if ranks is not None:  # ranks with other sources would wait for each other
             await ranks.compare({"sources that are streams": self.streams})
         for number, part in enumerate(self._parts):
@@ -231,7 +211,6 @@ class MixedSources(PlacedSamples, Dataset[Any]):
         part = self._parts[number]
         if not self.streams[number]:
             return await in_thread(partial(len, part))  # the user's code
-        self.source.check_counted(number, part.samples)
         return int(part.samples)
 
     @property
@@ -397,22 +376,20 @@ def _check_source(number: int, source: Any) -> None:
         )
 
 
-def _mean(number: int, lengths: Any, samples: int | None) -> Fraction:
-    """Return the mean length of a source's samples. `samples`: their number; None: not known yet."""
-    given = np.asarray(lengths)
-    if isinstance(lengths, Fraction) or (not given.ndim and given.dtype.kind in "iuf" and np.isfinite(given)):
-        mean = Fraction(lengths if isinstance(lengths, Fraction) else given.item())
+def _mean(number: int, length: Any) -> Fraction:
+    """Return the mean length of a source's samples."""
+    given = np.asarray(length)
+    if isinstance(length, Fraction):
+        mean = length
+    elif given.ndim or given.dtype.kind not in "iuf" or not np.isfinite(given):
+        raise TypeError(
+            f"the length of source {number} should be a number, but got {length!r:.80}; of the lengths of all samples "
+            "give the mean: Fraction(int(lengths.sum()), len(lengths))"
+        )
     else:
-        if given.ndim != 1 or not np.issubdtype(given.dtype, np.integer):
-            raise TypeError(
-                f"the lengths of source {number} should be a number, or integers with one axis, but got "
-                f"{f'{given.dtype} of shape {given.shape}' if given.ndim else repr(lengths)}"
-            )
-        if samples is not None:
-            _check_number(number, len(given), samples)
-        mean = Fraction(int(given.sum(dtype=np.int64)), max(1, given.size))
+        mean = Fraction(given.item())
     if mean <= 0:
-        raise ValueError(f"the lengths of source {number} should be positive, but their mean is {mean}")
+        raise ValueError(f"the length of source {number} should be positive, but got {length!r}")
     return mean
 
 
@@ -420,8 +397,3 @@ def _described(part: Any, samples: int) -> dict[str, Any]:
     """Return the values of a map dataset that must be the same where a state is loaded."""
     digest = digest_of(part)
     return {"samples": samples} if digest is None else {"samples": samples, "shards": digest}
-
-
-def _check_number(number: int, lengths: int | None, samples: int) -> None:
-    if lengths is not None and lengths != samples:
-        raise ValueError(f"source {number} has {samples} samples, but got {lengths} lengths")

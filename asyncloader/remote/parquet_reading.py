@@ -123,15 +123,13 @@ async def read_parquet(
         footer = (await read_footer(pinned, url))[0] if shared is None else await shared.footer(pinned, url)
     after = footer.rows if stop is None else min(stop, footer.rows)
     parts = [_RowPart(start, after, None)] if shared is None else _parts(footer.edges, start, after)
-    decodings = {} if shared is None else shared.decodings
     for first, end, number in parts:
-        key = pinned, -1 if number is None else number
-        decoding = None if number is None else decodings.get(key)
-        if decoding is None and number is None:
+        decoding: _Decoding | None = None
+        if shared is None or number is None:
             decoding = _Decoding(pinned, footer, first, end, options, None)
-        elif decoding is None:
+        elif (decoding := shared.decodings.get((pinned, number))) is None:
             begin, close = footer.edges[number : number + 2]
-            decoding = decodings[key] = _Decoding(pinned, footer, begin, close, options, shared)
+            decoding = shared.decodings[pinned, number] = _Decoding(pinned, footer, begin, close, options, shared)
         decoding.users += 1
         try:
             async with aclosing(decoding.rows(first, end, on_bad)) as rows:
@@ -141,8 +139,8 @@ async def read_parquet(
             decoding.users -= 1
             if not decoding.users:
                 # First: a user that comes while it is closed gets another.
-                if number is not None:
-                    del decodings[key]
+                if shared is not None and number is not None:
+                    del shared.decodings[pinned, number]
                 await decoding.aclose()
 
 

@@ -24,9 +24,6 @@ BATCH_BYTES = 1 << 20
 
 BATCH_SAMPLES = 1024
 
-SMALL = 1 << 16
-"""Larger samples are encoded in the thread, too, when they come from an asynchronous iterable."""
-
 Samples = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
 
 
@@ -111,11 +108,7 @@ class SampleSource:
                 except Exception:
                     yield await self._in_thread(batch.finish)
                     raise
-            if rough_size(sample) < SMALL:
-                fits = batch.add(sample)
-            else:
-                fits = await self._in_thread(partial(batch.add, sample))
-            if not fits or task.ends(batch):
+            if not batch.add(sample) or task.ends(batch):
                 yield await self._in_thread(batch.finish)
                 batch, task = encoder.batch(), _Task(cutter)
         yield await self._in_thread(batch.finish)
@@ -163,14 +156,3 @@ class _Task:
     def ends(self, batch: EncodedBatch) -> bool:
         """Whether `batch` has them all."""
         return batch.size >= self._bytes or batch.count >= self._samples
-
-
-def rough_size(sample: Any) -> int:
-    """Return the bytes of the largest value of a sample, as far as it says them."""
-    if not isinstance(sample, Mapping):
-        return 0
-    fields: Mapping[Any, Any] = sample
-    values = fields.values()
-    return max(
-        (len(each) if isinstance(each, bytes | str) else getattr(each, "nbytes", 0) for each in values), default=0
-    )

@@ -79,7 +79,10 @@ class Shards:
             TransportError: the table or the index of the shard cannot be read.
         """
         shard, counted = self.shards[segment.shard], self._counted[segment.shard]
-        return self._range(segment, await self._offsets.find(shard, counted) if self._is_cut(segment) else None)
+        offsets = None
+        if self._is_cut(segment):
+            offsets = await self._offsets.find(shard, counted.samples, counted.indexed)
+        return self._range(segment, offsets)
 
     def _is_cut(self, segment: Segment) -> bool:
         """Whether reading less than the shard saves anything: one that is compressed is read from its beginning on."""

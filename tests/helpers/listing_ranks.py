@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from asyncloader import AsyncDataLoader, Mixture, RemoteIterableDataset
-from asyncloader.remote import shared_counting
+from asyncloader.remote import sample_counts
 from asyncloader.remote.discovery import find_shards
 from tests.helpers.remote_folders import number_of
 from tests.helpers.seeded_datasets import Rows
@@ -44,7 +44,7 @@ class Listing:
         if kind == "mixture":
             made = Mixture([made, Rows(4)], [1, 0])
         found: list[list[int] | str] = []
-        broken = mock.patch.object(shared_counting, "_packed", return_value=b'{"shards": {"urls": [7]}}')
+        broken = mock.patch.object(sample_counts, "_packed", return_value=b'{"shards": {"urls": [7]}}')
         with contextlib.ExitStack() as stack:
             if kind == "broken":
                 stack.enter_context(broken)

@@ -19,7 +19,7 @@ from asyncloader.transports import MemoryTransport, ObjectNotFound, ReadFailed
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.helpers.shards_of_formats import SIZES, write
-from tests.service.definitions import fields_of, unlucky_fields_of
+from tests.service.definitions import fields_of
 from tests.unit.remote.shards import MAKERS
 
 pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -190,20 +190,6 @@ def test_from_a_cache(folder: Path, tmp_path: Path, expected: list[list[list[int
                 assert {asked.method for asked in store.asked} <= {"HEAD"}
 
     run_async(run())
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_raises(folder: Path, workers: int, expected: list[list[list[int]]]) -> None:
-    """It is left out of its batch, and named by its shard and key."""
-    with loader_of(folder, num_workers=workers, decode=unlucky_fields_of, on_error="skip") as loader:
-        found = numbers(list(loader))
-        (skipped,) = loader.skipped_samples
-    assert found == [[number for number in batch if number != UNLUCKY] for batch in expected[0]]
-    assert str(folder) in skipped.index
-    options: dict[str, Any] = {"num_workers": workers, "decode": unlucky_fields_of}
-    with loader_of(folder, **options) as loader, pytest.raises(ValueError, match="unlucky") as raised:
-        list(loader)
-    assert any(note.startswith(f"while reading sample {skipped.index}") for note in raised.value.__notes__)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

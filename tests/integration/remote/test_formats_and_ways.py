@@ -137,16 +137,6 @@ def test_from_a_cache(folder: Path, place: str, tmp_path: Path, expected: list[A
 
 
 @pytest.mark.parametrize("place", ["no workers", "local", "threads", "service"])
-def test_one_sample_that_raises(folder: Path, place: str, node: NodeProcess, expected: list[Any]) -> None:
-    """The sample is left out, and recorded."""
-    with DataLoader[Any](definitions.unlucky_files(str(folder)), **at(place, node), on_error="skip") as loader:
-        found = list(loader)
-        (skipped,) = loader.skipped_samples
-    assert sorted(numbers_of(found)) == sorted({*numbers_of(expected)} - {UNLUCKY})
-    assert "unlucky" in str(skipped.error)
-
-
-@pytest.mark.parametrize("place", ["no workers", "local", "threads", "service"])
 def test_a_shard_that_is_cut_off(
     place: str, node: NodeProcess, tmp_path: Path, folder: Path, expected: list[Any]
 ) -> None:
@@ -168,13 +158,14 @@ def test_a_shard_that_is_cut_off(
 
 
 @pytest.mark.parametrize("place", ["no workers", "local", "threads", "service"])
-def test_a_sample_that_raises_is_named(folder: Path, place: str, node: NodeProcess) -> None:
-    """Key and shard name the sample, in a record and in the note on the error that is raised otherwise."""
+def test_a_sample_that_raises(folder: Path, place: str, node: NodeProcess, expected: list[Any]) -> None:
+    """It is left out, or raised. Key and shard name it, in a record and in the note on the error."""
     served = definitions.unlucky_files(str(folder))
     options = at(place, node)
     with DataLoader[Any](served, **options, on_error="skip") as loader:
-        list(loader)
+        found = list(loader)
         (skipped,) = loader.skipped_samples
+    assert sorted(numbers_of(found)) == sorted({*numbers_of(expected)} - {UNLUCKY})
     assert re.fullmatch(rf"'.+' of '{re.escape(str(folder))}/(s1\..+|shard\.00001\.mds.*)'", skipped.index)
     with DataLoader[Any](served, **options) as loader, pytest.raises(ValueError, match="unlucky") as raised:
         list(loader)

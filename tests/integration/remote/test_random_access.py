@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +22,7 @@ from tests.helpers.http_store import HttpStore
 from tests.helpers.http_store import serving as serving_http
 from tests.helpers.running import run_async
 from tests.helpers.shards_of_formats import SIZES, write
-from tests.service import definitions
-from tests.service.definitions import fields_of, unlucky_fields_of
-from tests.service.serving import NodeProcess, serving
+from tests.service.definitions import fields_of
 from tests.service.test_pools import read
 from tests.unit.remote.shards import jsonl, tar
 
@@ -49,12 +46,6 @@ def write_tars(folder: Path) -> Path:
 def tars(tmp_path: Path) -> Path:
     """Tar shards that a test may change."""
     return write_tars(tmp_path / "tars")
-
-
-@pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
-    with serving(tmp_path_factory.mktemp("node"), ["mapped_files"], "--open", "mapped_files") as made:
-        yield made
 
 
 @pytest.fixture(scope="module")
@@ -103,61 +94,13 @@ def test_the_samples_are_those_of_the_stream(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        *("fork", "asyncio", "uvloop", "threads"),
-        *(pytest.param(way, marks=pytest.mark.thorough) for way in ("spawn", "forkserver", "persistent", "service")),
-    ],
+    ("kind", "way"), [("sync", "fork"), ("asyncio", "forkserver"), ("uvloop", None), ("sync", "threads")]
 )
-def test_by_workers(folder: Path, way: str, node: NodeProcess, expected: list[list[Any]]) -> None:
-    """However many workers there are, and wherever, the batches are those without workers."""
-    options: dict[str, Any] = OPTIONS | {"num_workers": 2}
-    kind = "sync"
-    dataset: Any = RemoteMapDataset(f"{folder}/")
-    if way in ("fork", "spawn", "forkserver"):
-        options["multiprocessing_context"] = way
-    elif way in ("asyncio", "uvloop"):
-        kind = way
-        options |= {"num_workers": 0 if way == "uvloop" else 3}
-    elif way == "threads":
-        options["workers"] = "threads"
-    elif way == "persistent":
-        options["persistent_workers"] = True
-    else:
-        options["workers"] = node.tcp
-        dataset = definitions.mapped_files(str(folder))
-        del options["decode"]
-    assert_same(read(kind, options, dataset, 2), expected)
-
-
-def test_by_two_ranks(folder: Path, expected: list[list[Any]]) -> None:
-    """Each batch of two ranks is the same global batch."""
-    halves = []
-    for rank in range(2):
-        options: dict[str, Any] = OPTIONS | {
-            "batch_size": 2,
-            "rank": rank,
-            "world_size": 2,
-            "num_workers": rank,
-            "on_uneven": "drop",
-        }
-        halves.append(numbers_of(read("sync", options, RemoteMapDataset(f"{folder}/"))[0]))
-    assert len(halves[0]) == len(halves[1]) == TOTAL // 2
-    assert not {*halves[0]} & {*halves[1]}
-    assert {*halves[0]} | {*halves[1]} <= {*range(TOTAL)}
-    assert {*halves[0][:2], *halves[1][:2]} == {*numbers_of(expected[0][:1])}
-
-
-def test_resumed(folder: Path, expected: list[list[Any]]) -> None:
-    """A state fits any number of workers."""
-    with DataLoader[Any](RemoteMapDataset(f"{folder}/"), **OPTIONS) as loader:
-        batches = iter(loader)
-        for _ in range(5):
-            next(batches)
-        state = json.dumps(loader.state_dict())
-    with DataLoader[Any](RemoteMapDataset(f"{folder}/"), **OPTIONS, num_workers=2, workers="threads") as loader:
-        loader.load_state_dict(json.loads(state))
-        assert_same([list(loader), list(loader)], [expected[0][5:], expected[1]])
+def test_by_workers(folder: Path, kind: str, way: str | None, expected: list[list[Any]]) -> None:
+    """However many workers there are, and however they are started, the batches are those without workers."""
+    options: dict[str, Any] = OPTIONS | {"num_workers": 0 if way is None else 2}
+    options |= {"workers": way} if way == "threads" else {"multiprocessing_context": way}
+    assert_same(read(kind, options, RemoteMapDataset(f"{folder}/"), 2), expected)
 
 
 def test_a_worker_that_dies_after_a_state_was_taken(tars: Path) -> None:
@@ -170,21 +113,6 @@ def test_a_worker_that_dies_after_a_state_was_taken(tars: Path) -> None:
         assert loader.state_dict()["step"] == 1
         os.kill(batches._workers[0].pid, signal.SIGKILL)
         assert_same([*got, *batches], expected)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_sample_that_raises(folder: Path, workers: int, expected: list[list[Any]]) -> None:
-    """It is left out of its batch, and named by its shard and key."""
-    dataset = RemoteMapDataset(f"{folder}/")
-    options: dict[str, Any] = OPTIONS | {"num_workers": workers, "decode": unlucky_fields_of}
-    with DataLoader[Any](dataset, **options, on_error="skip") as loader:
-        found = numbers_of(list(loader))
-        (skipped,) = loader.skipped_samples
-    assert found == [number for number in numbers_of(expected[0]) if number != UNLUCKY]
-    assert str(folder) in skipped.index
-    with DataLoader[Any](dataset, **options) as loader, pytest.raises(ValueError, match="unlucky") as raised:
-        list(loader)
-    assert any("while reading sample" in note for note in raised.value.__notes__)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -241,18 +169,6 @@ def test_lines_that_are_bad_or_blank(tmp_path: Path) -> None:
             assert raised.value.offset == shard.read_bytes().index(line)
 
     run_async(run())
-
-
-@pytest.mark.parametrize("first", [b"", b"\n", b" \r\n"])
-def test_a_byte_order_mark_alone_is_no_line(first: bytes, tmp_path: Path) -> None:
-    """The first line may be blank behind it."""
-    shard = tmp_path / "s.jsonl"
-    shard.write_bytes(b"\xef\xbb\xbf" + first)
-    assert len(RemoteMapDataset(shard)) == 0
-    shard.write_bytes(b"\xef\xbb\xbf" + first + b'{"n":1}\n')
-    dataset = RemoteMapDataset(shard)
-    assert len(dataset) == 1
-    assert run_async(dataset[0])["n"] == 1
 
 
 def test_samples_that_are_too_large(tmp_path: Path) -> None:

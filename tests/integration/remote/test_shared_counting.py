@@ -305,8 +305,9 @@ def test_an_index_beside_the_shards(written: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "tfrecord"])
 def test_a_local_shard_that_was_cut_between_samples(tmp_path: Path, suffix: str, streams: int | None) -> None:
     """The index of `write_shards` says how many bytes it has: samples that are missing are an error."""
-    shards = write_shards_sync(({"n": n} for n in range(20)), f"{tmp_path}/part-{{shard}}.{suffix}", max_samples=10)
-    half = write_shards_sync(({"n": n} for n in range(5)), f"{tmp_path}/half/{{shard}}.{suffix}")
+    samples = [{"record": b"%d" % n} if suffix == "tfrecord" else {"n": n} for n in range(20)]
+    shards = write_shards_sync(samples, f"{tmp_path}/part-{{shard}}.{suffix}", max_samples=10)
+    half = write_shards_sync(samples[:5], f"{tmp_path}/half/{{shard}}.{suffix}")
     Path(half[0].url).replace(shards[0].url)
     for urls in (f"{tmp_path}/", shards[0].url, f"{tmp_path}/part-{{0..1}}.{suffix}"):
         data = RemoteIterableDataset(urls, streams=streams)

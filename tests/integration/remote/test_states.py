@@ -21,18 +21,6 @@ def plain(batches: list[torch.Tensor]) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_states_in_the_middle(kind: str, workers: int, tars: str) -> None:
-    """After any batch, the resumed epoch equals the uninterrupted one."""
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers, "seed": 5}
-    (batches,) = epochs_of(kind, dataset, **options)
-    for steps in (0, 1, 3, len(batches)):
-        assert resumed(kind, dataset, steps, **options) == batches
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_states_between_epochs(workers: int, tars: str) -> None:
     """A state saved at the end of an epoch leads to the next epoch."""
@@ -98,15 +86,6 @@ def test_states_of_another_epoch(at: str, tars: str) -> None:
         with Stepwise("sync", dataset, **options) as run:
             run.loader.load_state_dict(state)
             assert [batch.tolist() for batch in run.epoch()] == chosen
-
-
-def test_torch_mode_resumes(tars: str) -> None:
-    """The state has the base seed from which the order was drawn."""
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    torch.manual_seed(3)
-    (batches,) = epochs_of("sync", dataset, batch_size=4, num_workers=2)
-    torch.manual_seed(3)
-    assert resumed("sync", dataset, 2, batch_size=4, num_workers=2) == batches
 
 
 @pytest.mark.thorough

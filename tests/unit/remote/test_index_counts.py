@@ -14,7 +14,6 @@ from asyncloader import DataLoader, RemoteIterableDataset
 from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.index_counts import SampleOffsets
-from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
 from asyncloader.writing import write_shards
@@ -117,9 +116,9 @@ async def test_a_read_that_is_cancelled_is_begun_by_the_next() -> None:
     """And those that wait for one read get its result."""
     store = await written("tar")
     offsets = SampleOffsets(Stores(transport=store))
-    shard, counted = Shard("s-000.tar", ShardFormat("tar", None)), Counted(EACH, indexed=True)
+    shard = Shard("s-000.tar", ShardFormat("tar", None))
     store.reads.clear()
-    first, *others = (asyncio.create_task(offsets.find(shard, counted)) for _ in range(4))
+    first, *others = (asyncio.create_task(offsets.find(shard, EACH, True)) for _ in range(4))
     await asyncio.sleep(0)
     first.cancel()
     found = await asyncio.gather(*others)
@@ -133,14 +132,13 @@ async def test_offsets_are_bounded() -> None:
     store = await written("tar")
     offsets = SampleOffsets(Stores(transport=store), most=2 * 8 * (EACH + 1))
     shards = [Shard(name, ShardFormat("tar", None)) for name in store.names(".tar")]
-    counted = Counted(EACH, indexed=True)
     for at in (0, 1, 0, 2):
-        assert await offsets.find(shards[at], counted) is not None
+        assert await offsets.find(shards[at], EACH, True) is not None
     store.reads.clear()
-    assert await offsets.find(shards[0], counted) is not None
+    assert await offsets.find(shards[0], EACH, True) is not None
     assert not store.reads
     # A shard without an index is not asked for again.
     del store._objects["_s-001.tar.samples"]
     store.reads.clear()
-    assert [await offsets.find(shards[1], counted) for _ in range(2)] == [None, None]
+    assert [await offsets.find(shards[1], EACH, True) for _ in range(2)] == [None, None]
     assert store.reads["_s-001.tar.samples"] == 1

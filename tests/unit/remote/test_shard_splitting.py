@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import PARQUET, Shard, format_of, named_format
-from asyncloader.remote.shard_splitting import CatalogRange, EpochShares, cut, part_left_out, sample_numbers, stretch_of
+from asyncloader.remote.shard_splitting import EpochShares, cut, part_left_out, sample_numbers, stretch_of
 from tests.unit.remote.shards import mds_entry
 
 TAR = ShardFormat("tar", None)
@@ -33,32 +33,6 @@ def test_formats_by_extension_and_by_name() -> None:
     assert named_format(None) is None
     with pytest.raises(ValueError, match=r"the extension of 'shard\.csv' says no format"):
         named_format("csv")
-
-
-def test_one_range_per_shard_if_there_are_enough() -> None:
-    """With enough shards nothing is cut."""
-    shards = [Shard(f"{number}.jsonl", JSONL, 1000) for number in range(4)]
-    assert [*cut(shards, 4)] == [CatalogRange(number) for number in range(4)]
-    assert [*cut(shards, 1)] == [CatalogRange(number) for number in range(4)]
-
-
-def test_formats_without_places_to_cut_are_whole() -> None:
-    """Two tars stay two ranges; JSON lines of unknown size, or compressed, stay one range."""
-    assert cut([Shard("a.tar", TAR, 100), Shard("b.tar", TAR, 100)], 8) == [CatalogRange(0), CatalogRange(1)]
-    assert cut([Shard("a.jsonl", JSONL)], 8) == [CatalogRange(0)]
-    assert cut([Shard("a.jsonl.gz", ShardFormat("jsonl", "gzip"), 100)], 8) == [CatalogRange(0)]
-
-
-def test_parquet_is_cut_at_its_edges() -> None:
-    """The first range begins with the shard; the last range has no end."""
-    shard = Shard("a.parquet", PARQUET, 1000, 60, edges=(0, 10, 20, 40, 60))
-    assert cut([shard], 2) == [CatalogRange(0, 0, 20), CatalogRange(0, 20, None)]
-    assert cut([shard], 9) == [
-        CatalogRange(0, 0, 10),
-        CatalogRange(0, 10, 20),
-        CatalogRange(0, 20, 40),
-        CatalogRange(0, 40, None),
-    ]
 
 
 def test_the_largest_are_cut_first() -> None:
