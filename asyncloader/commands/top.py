@@ -66,7 +66,7 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
 
 
 def _understood(describe: Callable[[Sequence[Snapshot]], T], found: Sequence[Snapshot]) -> T:
-    """Describe snapshots, whose parts nobody has checked. Raises NotWatched: a part is missing, or has another form."""
+    """Describe snapshots, whose parts are not checked. Raises NotWatched: a part is missing, or has another form."""
     try:
         return describe(found)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -93,7 +93,7 @@ def _one_second(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
 
 
 def _newest(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
-    """The newest snapshots. Raises NotWatched: there is none."""
+    """The newest snapshots. Raises NotWatched: none has come."""
     found = [each.latest for each in opened if each.latest is not None]
     if not found:
         names = ", ".join(str(each.path) for each in opened)
@@ -115,7 +115,7 @@ def _of_node(node: Snapshot) -> Iterator[Finding]:
 
 
 def _session(session: Snapshot) -> str:
-    """A loader at a node, in words: what it is sent, and the memory that it takes there."""
+    """A loader at a node, in words: the batches that it gets, and the memory that it takes there."""
     used, most = session["ring_bytes"] + session["unsent_bytes"], session["most_bytes"]
     memory = in_bytes(used) if most is None else f"{in_bytes(used)} of {in_bytes(most)}"
     if session["relayed"]:

@@ -4,7 +4,7 @@ Data path: sitecustomize -> [recorder] -> the program's loaders; records -> fold
 
 A file `sitecustomize.py` that `program_run` writes calls `begin` as each Python process of the program starts. Until
 torch's DataLoader is imported, only the names of imports are looked at; then its class is wrapped. Each worker of
-torch's writes a small file of its own, about what it draws, reads and saves. Runs are ended by signals, so each process
+torch's writes a small file of its own, about its draws, reads and saves. Runs are ended by signals, so each process
 that iterates loaders writes its records while it runs: each half second, more often at first.
 """
 
@@ -46,7 +46,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
 
 
 def write(file: Path, values: dict[str, Any]) -> None:
-    """Write a file at once: its process may be killed meanwhile, and its readers see no part."""
+    """Write a file at once: its process may be killed at any time, and its readers see no part."""
     part = file.with_suffix(".part")
     with suppress(OSError):  # the folder is removed when the run has ended
         part.write_text(json.dumps(values, default=str))
@@ -199,7 +199,7 @@ class _AfterImport(dict[str, Any]):
 
 
 class LoaderRecord:
-    """What is recorded of the loaders that a line makes in one process: plain values, as `vars` gives them to JSON."""
+    """The record of the loaders that a line makes in one process: plain values, as `vars` gives them to JSON."""
 
     def __init__(self, loader: Any) -> None:
         self.kind, self.workers, self.persistent = type(loader).__name__, loader.num_workers, loader.persistent_workers

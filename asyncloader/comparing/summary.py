@@ -127,7 +127,7 @@ Fault = tuple[str, str, str]  # name, text, advice
 
 
 def find_faults(processes: Sequence[Values], workers: Sequence[Values]) -> list[Finding]:
-    """Return a finding for each fault of each loader of torch, from what the processes that iterated loaders recorded,
+    """Return a finding for each fault of each loader of torch, from the records of processes that iterated loaders,
     and what torch's workers reported.
     """
     found: dict[tuple[str, str], Finding] = {}  # ranks have the same faults

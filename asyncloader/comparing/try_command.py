@@ -1,9 +1,9 @@
-"""`asyncloader try`: runs the user's program with torch's loader and with ours, in turns, and says what is gained.
+"""`asyncloader try`: runs the user's program with torch's loader and with ours, in turns, and prints the gain.
 
 Data path: command -> [try_command: program -> recorder -> records -> summary] -> a table, or JSON.
 
 The first round runs torch's loader twice (their difference is noise), ours, and ours with each setting that its verdict
-names. The fastest goes on, in rounds of torch's, ours and that one, until the ratio is known well or the time is up.
+names. The fastest goes on, in rounds of torch's, ours and the fastest, until the ratio is known well or the time is up.
 
 The program is a session of its own. A run is ended by SIGTERM to its process group, and after 5 s by SIGKILL to each
 process that is in the session, or has the run's folder in its environment, as the workers of torchrun have.
@@ -48,7 +48,7 @@ begin()
 
 
 class ProgramRun(NamedTuple):
-    """What a run left: the records of its processes and the reports of its workers; whether any Python process had the
+    """The result of a run: records of its processes and reports of its workers; whether a Python process had the
     recorder; the exit code (None: the run was ended by us); the bytes that its processes used at most (PSS; None:
     unknown); the end of its standard error; and the seconds that it took.
     """
@@ -65,7 +65,7 @@ class ProgramRun(NamedTuple):
 def run_program(
     command: Sequence[str], plan: Mapping[str, Any], *, seconds: float, most: float, source: Path | None
 ) -> ProgramRun:
-    """Run a program, with a copy of the folder `source` as its working directory (None: in the current one), so many
+    """Run a program, in a copy of the folder `source` (None: in the current folder), for some
     seconds from its first batch on, but no longer than `most`. `plan` has the arguments of `ProgramRecorder`.
 
     Raises:
@@ -135,7 +135,7 @@ def _members(session: int, folder: str) -> list[int]:
 
 
 def _memory(processes: Sequence[int]) -> int:
-    """Return the bytes that some processes use, with their part of what they share."""
+    """Return the bytes that some processes use, with their part of shared memory."""
     total = 0
     for each in processes:
         with suppress(OSError, IndexError):
@@ -150,7 +150,7 @@ _FILES = 20_000  # that are looked at
 _FAILED, _NO_GAIN = 1, 3
 _COLUMNS = ["loader", "batches/s", "waits", "first batch", "memory", "equal batches"]
 _TARGET = """import sys
-from asyncloader.verification.target import import_target, make_loader
+from asyncloader.verification.runs import import_target, make_loader
 loader = make_loader(import_target(sys.argv[1]), 0)
 while any([True for _ in loader]): pass"""
 
@@ -285,7 +285,7 @@ class Trial:
         return gain is not None and len(self._base.runs) > 2 and gain.high < _NARROW * gain.low
 
     def _describe(self, first: ProgramRun) -> None:
-        """Append what the first run shows of the loaders to the findings."""
+        """Append the first run's facts about the loaders to the findings."""
         places = dict.fromkeys(place for each in first.processes for place in each)
         for place in places:
             records = [each[place] for each in first.processes if place in each]

@@ -26,7 +26,6 @@ import torch.utils.data.datapipes.map as torch_map
 from torch.utils.data.datapipes.utils.common import StreamWrapper
 
 from asyncloader.dataloader2 import datapipes
-from asyncloader.dataloader2.graph.picture import to_graph
 
 __all__ = ["install", "uninstall"]
 
@@ -51,7 +50,7 @@ _MODULES: dict[str, dict[str, Any]] = {
         "UnZipper": datapipes.unzip,
     },
     f"{_PIPES}.map": {"MapDataPipe": torch.utils.data.MapDataPipe, **_names(torch_map)},
-    f"{_PIPES}.utils": {"StreamWrapper": StreamWrapper, "to_graph": to_graph},
+    f"{_PIPES}.utils": {"StreamWrapper": StreamWrapper},
 }
 
 

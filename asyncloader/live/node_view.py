@@ -1,8 +1,9 @@
 """Opens the view of a service's node: a Unix socket that `asyncloader top` reads.
 
-Data path: node -> [node_view] -> node_snapshot -> live_server -> terminal view, page.
+Data path: node -> [node_view] -> live_server -> terminal view, page.
 
-It runs in the node's event loop. Without a reader it costs nothing; with one it makes a snapshot each second.
+It runs in the node's event loop. Without a reader it costs nothing; with one it describes the node each second, as a
+plain dictionary. Rates are those between two readings; without an earlier reading, those since the node was started.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from time import monotonic, time
 from typing import Any
 
 from asyncloader.live.live_server import LiveServer
-from asyncloader.live.node_snapshot import NodeSnapshots
+from asyncloader.live.snapshot import VERSION
 from asyncloader.service.node.admission import as_text
 from asyncloader.service.node.server import Node
 from asyncloader.service.node.sessions import Session
@@ -81,7 +82,7 @@ class NodeView:
             "draining": node.draining,
             "problem": line_of(node.problem(), _DATASET),
             "totals": {"up_s": now - self._began, **node.figures()},
-            "sessions": {name: _session(each) for name, each in node.sessions.items()},
+            "sessions": {name: _read_session(each) for name, each in node.sessions.items()},
             "processes": {each["pid"]: each for host in node.hosts for each in _processes(host)},
         }
 
@@ -96,7 +97,7 @@ def _dataset(text: str) -> str:
     return line_of(text, _DATASET)
 
 
-def _session(session: Session) -> dict[str, Any]:
+def _read_session(session: Session) -> dict[str, Any]:
     quota = session.quota
     return {
         "loader": line_of(quota.name, _NAME),
@@ -121,3 +122,73 @@ def _session(session: Session) -> dict[str, Any]:
             for number, each in session.connections.items()
         ],
     }
+
+
+_MOST_ROWS = 200
+"""Sessions in a dictionary, at most: a line of it, and the page, have a bounded size."""
+
+
+class NodeSnapshots:
+    """Makes the dictionaries of successive readings of one node."""
+
+    def __init__(self) -> None:
+        self._before: Mapping[str, Any] = {"sessions": {}, "processes": {}}
+
+    def take(self, now: Mapping[str, Any]) -> dict[str, Any]:
+        """Describe a reading. The dictionary has plain values only, and can be written as JSON.
+
+        Args:
+            now: what `NodeView` has read: loaders by their names, processes by their ids, and counts in them that only
+                grow.
+        """
+        before, self._before = self._before, now
+        interval = max(1e-9, now["clock"] - before["clock"] if "clock" in before else now["totals"]["up_s"])
+        sessions = [_session(each, before["sessions"].get(key, {}), interval) for key, each in now["sessions"].items()]
+        processes = [
+            _process(each, before["processes"].get(key, {}), interval) for key, each in now["processes"].items()
+        ]
+        addresses, shown = now["addresses"], sessions[:_MOST_ROWS]
+        return {
+            "version": VERSION,
+            "kind": "node",
+            "name": f"node at {', '.join(addresses)}" if addresses else "node",
+            "pid": now["pid"],
+            "time": now["time"],
+            "state": "draining" if now["draining"] else "serving" if addresses else "starting",
+            "ok": not now["problem"],
+            "problem": now["problem"],
+            "rates": {
+                "interval_s": interval,
+                "batches_per_s": sum(each["batches_per_s"] for each in sessions),
+                "bytes_per_s": sum(each["bytes_per_s"] for each in sessions),
+            },
+            "totals": now["totals"],
+            "sessions": shown,
+            "sessions_left_out": len(sessions) - len(shown),
+            "processes": processes,
+        }
+
+
+def _session(now: Mapping[str, Any], before: Mapping[str, Any], interval: float) -> dict[str, Any]:
+    relayed = [each for each in now["connections"] if each["relayed"]]  # whose batches the node sends, and can count
+    return {
+        **now,
+        "workers": len(now["connections"]),
+        "relayed": len(relayed),
+        "batches_per_s": _grown(now, before, "batches") / interval,
+        "bytes_per_s": _grown(now, before, "bytes") / interval,
+        "in_work": sum(each["in_work"] for each in relayed),
+        "waiting": sum(each["waiting"] for each in relayed),
+        "connections": sorted(now["connections"], key=lambda each: each["worker"]),
+    }
+
+
+def _process(now: Mapping[str, Any], before: Mapping[str, Any], interval: float) -> dict[str, Any]:
+    found = {**now, "tasks_per_s": _grown(now, before, "tasks") / interval}
+    return {**found, "busy_frac": min(1.0, _grown(now, before, "busy_s") / interval)}
+
+
+def _grown(now: Mapping[str, Any], before: Mapping[str, Any], key: str) -> float:
+    # Not below 0: another loader, or process, may have come under the same name.
+    grown: float = now[key] - before.get(key, 0)
+    return max(0, grown)

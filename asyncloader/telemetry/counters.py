@@ -173,7 +173,7 @@ class Recorder:
             seconds: list[float] = []
             with suppress(IndexError):  # another thread counts them, too
                 for _ in range(len(noted)):
-                    seconds.append(noted.popleft())  # noqa: PERF401 - what was taken is kept
+                    seconds.append(noted.popleft())  # noqa: PERF401 - times that were taken are kept
             if not seconds:
                 continue
             # As `_bucket`, for all at once.

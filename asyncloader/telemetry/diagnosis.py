@@ -6,7 +6,7 @@ Data path: run_figures -> [diagnosis] -> explain.
 the stage that took most of the time, and the worker, the shards or the samples that were slow. These are facts; what
 another setting would gain is not among them, as only a trial shows it. Settings that the loader itself has tried are
 named with the factor that it measured (`Diagnosis.change`), others as worth trying (`Diagnosis.candidates`): each is an
-option that acts on what the consumer waited for, and alters neither order nor samples.
+option that acts on the cause of the waiting, and alters neither order nor samples.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Diagnosis(NamedTuple):
         gain: the measured factor by which batches come faster with that than with the first values; 1 without a change.
         text: the same, and the candidates, in a few sentences.
         candidates: settings that are worth trying, at most three, the likeliest first, each in the form of `change`.
-            They alter neither order nor samples. What they gain is not known: `asyncloader try` measures it. Empty
+            They alter neither order nor samples. Their gain is not known: `asyncloader try` measures it. Empty
             where the consumer is the bound, the run was too short to judge, or no option acts on the bound.
     """
 

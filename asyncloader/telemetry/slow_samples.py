@@ -33,7 +33,7 @@ SLOW_BYTES = _COUNTED + _SLOTS * _SLOT.size
 
 
 class SlowFigures(NamedTuple):
-    """What is known of single samples.
+    """The counts of single samples, and the slowest by name.
 
     Attributes:
         seconds: by octave: of samples that took from ``2**(octave - 1)`` to ``2**octave`` microseconds.
@@ -73,7 +73,7 @@ class SlowSamples:
 
     @property
     def timing(self) -> bool:
-        """Whether the next samples are to be timed one by one. The first ones are."""
+        """Whether the next samples are to be timed one by one. The first samples are."""
         return self.fetched_s >= CHEAP_S * self.fetched
 
     def passed(self, number: int, seconds: float) -> None:
@@ -86,8 +86,8 @@ class SlowSamples:
 
         Args:
             seconds: that each took.
-            name: returns that of a sample, by its number in `seconds`; empty: it has none.
-            passed: seconds that passed meanwhile.
+            name: returns that of a sample, by its number in `seconds`; empty: no name is known.
+            passed: seconds that all of them took.
         """
         timing = self.timing
         self.passed(len(seconds), passed)
@@ -111,7 +111,7 @@ class SlowSamples:
                 slot = known.pop(min(known, key=self._mean))[0]
         known[name] = slot, seconds + took, times + 1
         offset = _COUNTED + slot * _SLOT.size
-        # Without seconds a slot is empty, for a reader that comes in between.
+        # A slot without seconds is empty for a reader that comes in between.
         _VALUES.pack_into(self._memory, offset, 0.0, 0.0)
         _SLOT.pack_into(self._memory, offset, 0.0, times + 1, name.encode(errors="replace")[:_NAME_BYTES])
         _VALUES.pack_into(self._memory, offset, seconds + took, times + 1)
@@ -124,7 +124,7 @@ class SlowSamples:
 
 
 def figures(memory: Any) -> SlowFigures:
-    """Return what was counted so far. Any process.
+    """Return the counts so far. Any process.
 
     Args:
         memory: a buffer that a `SlowSamples` of this process or another writes.
@@ -157,12 +157,12 @@ def slowest(found: SlowFigures, delayed_s: float) -> tuple[dict[str, float], str
     """Judge whether few samples take a large share of the time: each four times as long as half of all, or longer.
 
     Args:
-        found: what was counted. A sample that is made in several epochs counts in each.
-        delayed_s: seconds for which the processes had to wait for CPUs: so much need not be the samples' fault.
+        found: the counts. A sample that is made in several epochs counts in each.
+        delayed_s: seconds for which the processes had to wait for CPUs: that is not the samples' fault.
 
     Returns:
         The number of the slow samples and their share in the time of all, and a sentence with the slowest; both empty
-        if there are none.
+        without such samples.
     """
     of, whole = sum(found.times), sum(found.seconds)
     # From four times the upper end of the octave that has the median.

@@ -231,7 +231,7 @@ class Statistics(LoaderFigures):
         Args:
             nbytes: of the batch.
             needed: size of a ring that could; 0: the worker's can.
-            ring_bytes: the bound of the worker's ring; None: it has none.
+            ring_bytes: the bound of the worker's ring; None: unbounded.
         """
         if not needed:
             return
@@ -288,13 +288,13 @@ class Statistics(LoaderFigures):
         return {-1: self._main_block().tolist(), **workers}
 
     def slow_samples(self) -> SlowFigures:
-        """What is known of single samples, of all processes."""
+        """The counts of single samples, of all processes."""
         with self._lock:
             kept = [(*each.earlier_slow, each.recorder.slow) for each in self._workers.values()]
         return joined(map(figures, (self.recorder.slow, *chain(*kept))))
 
     def _main_block(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """A copy of what this process has counted for the loader."""
+        """A copy of the counts of this process for the loader."""
         self.recorder.count_noted()
         return np.array(self.recorder.block)
 

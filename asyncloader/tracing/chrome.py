@@ -1,6 +1,6 @@
 """Makes Chrome's trace events of the records of a trace. Pure.
 
-Data path: recording -> [chrome] -> trace_file.
+Data path: recording -> [chrome] -> file.
 
 A *track* is a process of the format: the loader's own process, and one for each worker. A track has *lanes*, the
 format's threads: spans of a lane lie one after the other, or one within the other. Batches that are in work at the same

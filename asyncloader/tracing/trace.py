@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from asyncloader.bridge import in_thread
-from asyncloader.tracing.recording import Recording
-from asyncloader.tracing.trace_file import check_writable
+from asyncloader.tracing.recording import Recording, check_writable
 
 if TYPE_CHECKING:
     from asyncloader.telemetry.statistics import Statistics

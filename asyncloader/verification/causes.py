@@ -4,8 +4,8 @@ and parts that cannot be pickled.
 Data path: job -> [causes: target -> loader] -> the process that reports. In a process of its own, whose functions of
 numpy are replaced.
 
-The loader is read without workers, under a profile function: it is told of each call of C code, and asks whether that
-drew, or used a handle.
+The loader is read without workers, under a profile function. Python calls that for each call of C code, and it notes
+whether the call drew, or used a handle.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Draw(NamedTuple):
 
 @dataclass
 class Causes:
-    """What was found.
+    """The causes that a search has found.
 
     Attributes:
         draws: the lines that draw.
@@ -70,12 +70,12 @@ class Causes:
 
 
 def search(make: Callable[[], Any], job: SearchJob) -> Causes:
-    """Read some batches, and return the causes that were seen meanwhile."""
+    """Read some batches, and return the causes that were seen."""
     watch = _Watch()
     with watch.watching():
         loader = opened(make, RunJob(batches=job.batches, seconds=0))
         watch.open, watch.found.unpicklable = _open_handles(), _unpicklable(loader)  # now: samples may open more
-        with suppress(Exception):  # a run says what was raised
+        with suppress(Exception):  # a run reports the error
             for _ in islice(loader, job.batches):
                 pass
     return watch.found
@@ -107,7 +107,7 @@ class _Watch:
     """A profile function that notes the user's lines.
 
     Attributes:
-        found: what was seen.
+        found: the causes so far.
         open: the handles that are looked at: kept, so that no other object gets the id of one.
     """
 
@@ -152,7 +152,7 @@ class _Watch:
                 self._drew("torch", frame)
         elif event == "c_call" and (found := self.open.get(id(owner))) and _shares(found[0], name):
             line = line_of_frame(frame)
-            # asyncloader's own are opened anew in a forked process.
+            # A forked process opens asyncloader's own again.
             if line is not None and not str(frame.f_globals.get("__name__")).startswith("asyncloader."):
                 self.found.handles.setdefault(found[0], line)
 

@@ -13,7 +13,7 @@ Kind = Literal["plain", "again", "break", "kill", "resume", "ranks"]
 
 
 class LoaderFacts(NamedTuple):
-    """What is known of the user's loader.
+    """The facts about the user's loader.
 
     Attributes:
         name: its package and class.

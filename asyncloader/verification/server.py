@@ -26,8 +26,7 @@ import torch
 
 import asyncloader
 from asyncloader.verification.causes import search
-from asyncloader.verification.runs import LookJob, RunJob, look, run
-from asyncloader.verification.target import CannotVerify, import_target
+from asyncloader.verification.runs import CannotVerify, LookJob, RunJob, import_target, look, run
 from asyncloader.verification.user_code import CodeLine, UserFailure, line_of_stacks
 
 _MARGIN_S = 15.0  # for the server to end a late job
@@ -50,7 +49,7 @@ class Interpreter:
 
     def __init__(self, target: str, hash_seed: int) -> None:
         self._imported: list[Any] = []  # its result, once it is known
-        # Sockets of start methods, files of the user's code, and what it prints are removed with the folder.
+        # Sockets of start methods, files of the user's code, and its output are removed with the folder.
         self._folder = tempfile.TemporaryDirectory(prefix="alv", ignore_cleanup_errors=True)
         self._printed = Path(self._folder.name, "printed")
         path = [os.environ.get("PYTHONPATH"), str(Path(asyncloader.__file__).parent.parent)]
@@ -149,7 +148,7 @@ def serve(fd: int, target: str) -> None:
 
 
 def _in_fork(job: Any, seconds: float, make: Callable[[], Any], connection: Connection) -> Any:
-    """Carry out a job in a fork of this process. Returns its result, or why it has none.
+    """Carry out a job in a fork of this process. Returns its result, or a `UserFailure`.
 
     Raises:
         EOFError: the other end of the connection was closed, over which nothing is sent before the result has come.
@@ -167,7 +166,7 @@ def _in_fork(job: Any, seconds: float, make: Callable[[], Any], connection: Conn
         code: int | None = None
         try:
             while not late:
-                # In this order: what the process has written before its end can be read then. Its end does not show
+                # In this order: all that the process has written before its end can be read then. Its end does not show
                 # at the pipe, which processes that it has started may hold open.
                 code = _exit_code(pid, os.WNOHANG)
                 ready = wait([reading, connection], _POLL_S if code is None else 0)

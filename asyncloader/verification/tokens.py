@@ -40,10 +40,10 @@ class _Checksum:
 
 
 class _Pickler(pickle.Pickler):
-    """Has values of tensors and arrays in the place of their memory, which may be a part of a larger one."""
+    """Has values of tensors and arrays in the place of their memory, which may be a part of a larger block."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Return what is pickled for a value; `NotImplemented`: what is usual."""
+        """Return the parts that stand for a value; `NotImplemented`: pickle's own."""
         if isinstance(value, torch.Tensor):
             return _same, (_parts_of_tensor(value.detach()),)
         if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:

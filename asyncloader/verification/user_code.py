@@ -48,7 +48,7 @@ class UserFailure(NamedTuple):
     """Why a process of the user's code gave no result.
 
     Attributes:
-        text: what it did, as ``"raised KeyError: 3"``.
+        text: its end in words, as ``"raised KeyError: 3"``.
         line: the user's line that did it.
         advice: what to do.
         error: the class of the error that was raised; empty: none was.

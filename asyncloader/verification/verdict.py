@@ -77,7 +77,7 @@ def drawn(draws: Sequence[Draw], state: State, number: int, why: str) -> Finding
 
 
 def differs(number: int, fields: str, seen: str, advice: str = "") -> Finding:
-    """A batch that is another one in another run."""
+    """A batch that differs in another run."""
     text = f"batch {number} ({fields}) is another one {seen}"
     advice = advice or (
         "make a sample from its index alone: look for what this field takes from earlier samples (a counter, a cache, "

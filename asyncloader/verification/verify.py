@@ -155,7 +155,7 @@ class Verification:
                 yield Finding("duplicates", "problem", text, advice)
 
     def _compared(self) -> Iterator[Finding]:
-        """Make the other runs, as far as what is found leaves something to compare."""
+        """Make the other runs, as far as the findings leave something to compare."""
         repeated, comparable = self._repeated()
         same = "the same bytes with another hash seed and state of generators"
         yield repeated or Finding("repeated runs", "ok", same)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,6 @@ from asyncloader.dataloader2 import DataLoader2, MultiProcessingReadingService
 from asyncloader.dataloader2.adapter import CacheTimeout, InvalidateCache
 from asyncloader.dataloader2.datapipes.cache_files import _lock, claim
 from asyncloader.dataloader2.datapipes.cache_in_memory import InMemoryCacheHolder
-from asyncloader.dataloader2.graph.utils import parts_of
 from tests import script_server
 from tests.dataloader2.parts import MP, OnlyHere, double, numbers
 from tests.helpers.running import ROOT, environment
@@ -189,18 +187,6 @@ def test_files_in_a_folder_of_the_items_name(tmp_path: Path) -> None:
     assert Path(files[0]).exists()
 
 
-def test_names_that_claims_do_not_take(tmp_path: Path) -> None:
-    """A cached file may have the name of another cached file and `.lock`."""
-    cache: Any = IterableWrapper(["x.lock", "x"]).on_disk_cache(partial(under, tmp_path))
-    graph = cache.map(partial(file_under, tmp_path)).end_caching(skip_read=True)
-    assert [Path(path).read_text() for path in graph] == ["x.lock", "x"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x", "x.lock"]
-
-
-def file_under(folder: Path, name: str) -> tuple[str, bytes]:
-    return under(folder, name), name.encode()
-
-
 def test_a_claim_that_is_deleted(tmp_path: Path) -> None:
     """A newer claim of the same name stays; no error is raised, and no descriptor stays open."""
     path = str(tmp_path / "x")
@@ -343,25 +329,6 @@ def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, mon
     assert "waits for another process to write" in caplog.text
 
 
-def test_waiting_without_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader waits for any number of seconds, and then locks the file that has the name."""
-    monkeypatch.setattr("asyncloader.dataloader2.datapipes.cache_files._LOG_AFTER", 0.01)
-    path = str(tmp_path / "x")
-    found: list[bool] = []
-
-    def read() -> None:
-        with claim(path, float("inf")):
-            found.append(Path(f"{path}.asyncloader_claim").exists())
-
-    with claim(path, 0):
-        waiting = threading.Thread(target=read)
-        waiting.start()
-        waiting.join(0.2)
-        assert not found
-    waiting.join(60)
-    assert found == [True]
-
-
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
     """No process waits for it, its half-written file is not taken for complete, and none of its files stay."""
     graph = cached(tmp_path, numbers(1))
@@ -411,17 +378,6 @@ def test_cache_timeout_and_invalidation(tmp_path: Path) -> None:
     assert (InvalidateCache()(memory), memory.cache) == (memory, None)
     with pytest.raises(RuntimeError, match="needs an `on_disk_cache` or an `in_memory_cache` in the graph"):
         InvalidateCache()(numbers(2))
-
-
-def test_invalidation_by_a_clock_that_is_ahead(tmp_path: Path) -> None:
-    """An item of several files is made once, though its invalidation has the time of another machine."""
-    graph: Any = IterableWrapper(["a"]).on_disk_cache(partial(under, tmp_path))
-    graph = Reads(graph.map(partial(into, tmp_path))).unbatch().end_caching(skip_read=True)
-    with DataLoader2[str](graph, InvalidateCache(time.time_ns() + 10**13)) as loader:
-        assert list(loader) == list(loader)
-        assert loader.datapipe is not None
-        (made_of,) = (part for part in parts_of(loader.datapipe) if isinstance(part, Reads))
-        assert made_of.read == 1
 
 
 def test_an_epoch_resumes_whatever_is_cached(tmp_path: Path) -> None:

@@ -37,13 +37,13 @@ from asyncloader.dataloader2.graph._serialization import (
     deserialize_datapipe,
     serialize_datapipe,
 )
-from asyncloader.dataloader2.graph.cut import (
+from asyncloader.dataloader2.graph.utils import (
     _DummyIterDataPipe,
+    _find_replicable_branches,
+    end_of,
     find_lca_round_robin_sharding_dp,
     find_non_dispatching_branches,
 )
-from asyncloader.dataloader2.graph.picture import to_graph
-from asyncloader.dataloader2.graph.utils import _find_replicable_branches, end_of
 from asyncloader.dataloader2.linter import _check_shuffle_before_sharding
 from asyncloader.dataloader2.random import SeedGenerator
 from asyncloader.dataloader2.random._philox import PhiloxEngine
@@ -193,22 +193,6 @@ def test_a_filter_behind_the_dispatching_process() -> None:
     graph: Any = _DummyIterDataPipe().sharding_filter().zip(numbers(12).sharding_filter())
     mine: Any = worker_graph(graph, WorkerInfo(2, 1), None, numbers(6))
     assert list(mine) == list(zip(range(6), range(1, 12, 2), strict=True))
-
-
-def test_picture() -> None:
-    """It has a box for each part, an arrow to each of its readers; the internal readers of a fork only with `debug`."""
-    first, second = numbers(3).fork(2)
-    end = first.map(double).zip(second)
-
-    def drawn(debug: bool) -> tuple[list[str], int]:
-        lines = to_graph(end, debug=debug).source.splitlines()
-        return sorted(line.split("label=")[1].split()[0] for line in lines if "label" in line), sum(
-            "->" in line for line in lines
-        )
-
-    assert drawn(debug=False) == (["Forker", "IterableWrapper", "Mapper", "Zipper"], 4)
-    boxes, arrows = drawn(debug=True)
-    assert (boxes.count("ChildDataPipe"), len(boxes), arrows) == (2, 6, 6)
 
 
 def test_linter() -> None:

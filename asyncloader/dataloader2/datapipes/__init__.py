@@ -11,11 +11,10 @@ from asyncloader.dataloader2.datapipes.async_map import AsyncMapper
 from asyncloader.dataloader2.datapipes.cache_in_memory import InMemoryCacheHolder
 from asyncloader.dataloader2.datapipes.cache_on_disk import EndOnDiskCacheHolder, OnDiskCacheHolder
 from asyncloader.dataloader2.datapipes.convert import MapToIterConverter
-from asyncloader.dataloader2.datapipes.dispatch import RoundRobinDemultiplexer, ShardingRoundRobinDispatcher
+from asyncloader.dataloader2.datapipes.dispatch import RoundRobinDemultiplexer, ShardingRoundRobinDispatcher, unzip
 from asyncloader.dataloader2.datapipes.forms import register_form
 from asyncloader.dataloader2.datapipes.fullsync import FullSync, PrefetchTimeoutError
 from asyncloader.dataloader2.datapipes.prefetch import PinMemory, Prefetcher
-from asyncloader.dataloader2.datapipes.unzip import unzip
 
 __all__ = [
     "AsyncMapper",

@@ -1,4 +1,5 @@
-"""The forms `sharding_round_robin_dispatch` and `round_robin_demux`, which deal items to several readers in turn.
+"""The forms `sharding_round_robin_dispatch` and `round_robin_demux`, which deal items to several readers in turn, and
+`unzip`, which gives each reader a place of the items.
 
 Data path: graph -> [dispatch] -> the workers' parts of the graph.
 """
@@ -6,7 +7,8 @@ Data path: graph -> [dispatch] -> the workers' parts of the graph.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import IterDataPipe
@@ -97,3 +99,28 @@ class RoundRobinDemultiplexer(IterDataPipe[Any]):
                 datapipe, num_instances, _InTurn(num_instances), drop_none=False, buffer_size=buffer_size
             )  # type: ignore[abstract]
         return [_ChildDataPipe(dealer, reader) for reader in range(num_instances)]
+
+
+def unzip(
+    source_datapipe: Any, sequence_length: int, buffer_size: int = 1000, columns_to_skip: Sequence[int] | None = None
+) -> list[Any]:
+    """Form ``unzip``. Makes a datapipe for each place of the sequences.
+
+    Args:
+        source_datapipe: gives sequences.
+        sequence_length: length of each.
+        buffer_size: items by which one datapipe may be ahead of another; default 1000; -1: no limit.
+        columns_to_skip: places that get no datapipe; default None: each place gets a datapipe.
+
+    Raises:
+        RuntimeError: all places are left out.
+        BufferError: when read: a datapipe is further ahead of another.
+    """
+    places = [place for place in range(sequence_length) if place not in set(columns_to_skip or ())]
+    if not places:
+        raise RuntimeError(
+            "All instances are being filtered out in UnZipperIterDataPipe. Please check"
+            "the input `sequence_length` and `columns_to_skip`."
+        )
+    readers = source_datapipe.fork(len(places), buffer_size)
+    return [reader.map(itemgetter(place)) for reader, place in zip(readers, places, strict=True)]

@@ -11,11 +11,12 @@ from typing import Any
 import torch.multiprocessing as mp
 from torch.utils.data.graph import traverse_dps
 
-from asyncloader.dataloader2.graph.cut import _DummyIterDataPipe, find_lca_round_robin_sharding_dp
 from asyncloader.dataloader2.graph.settings import set_graph_random_seed
 from asyncloader.dataloader2.graph.utils import (
     DataPipe,
+    _DummyIterDataPipe,
     end_of,
+    find_lca_round_robin_sharding_dp,
     find_replicable_branches,
     parts_of_form,
     replace_dp,

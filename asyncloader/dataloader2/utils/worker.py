@@ -17,9 +17,16 @@ from torch.utils.data.datapipes.iter.sharding import SHARDING_PRIORITIES
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import apply_sharding
 
-from asyncloader.dataloader2.graph.cut import _DummyIterDataPipe, find_non_dispatching_branches
 from asyncloader.dataloader2.graph.settings import set_datapipes_seed, set_graph_random_seed
-from asyncloader.dataloader2.graph.utils import DataPipe, end_of, find_dps, parts_of, replace_dp
+from asyncloader.dataloader2.graph.utils import (
+    DataPipe,
+    _DummyIterDataPipe,
+    end_of,
+    find_dps,
+    find_non_dispatching_branches,
+    parts_of,
+    replace_dp,
+)
 from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 
 

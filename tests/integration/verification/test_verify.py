@@ -24,9 +24,8 @@ from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification import verify as verify_module
 from asyncloader.verification.disturbances import LoaderFacts, disturbances
-from asyncloader.verification.runs import RunJob, _kill_worker, run
+from asyncloader.verification.runs import CannotVerify, RunJob, _kill_worker, import_target, make_loader, run
 from asyncloader.verification.server import Interpreter
-from asyncloader.verification.target import CannotVerify, import_target, make_loader
 from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import Verification, verify
 from tests.helpers.running import ROOT, Deaths

@@ -10,7 +10,7 @@ import pytest
 
 from asyncloader.commands.findings import as_lines
 from asyncloader.commands.top import describe, view
-from asyncloader.live.node_snapshot import NodeSnapshots
+from asyncloader.live.node_view import NodeSnapshots
 
 Values = dict[str, Any]
 

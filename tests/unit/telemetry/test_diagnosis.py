@@ -95,12 +95,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"persistent_workers": True},),
         "Starting workers took 80%",
     ),
-    "one start of workers that are kept": (
-        run({}, worker(0.001, 0.05), worker(0.001, 0.05), startup_s=8.0, persistent=True, cpus=2),
-        "startup",
-        ({"num_workers": 0},),
-        "Starting workers took 80%",
-    ),
     "a sampler that is slow": (
         run({"sampler": 0.09}, worker(0.01, 0.5), worker(0.01, 0.5)),
         "sampler",
@@ -112,12 +106,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         "snapshots",
         ({"snapshot_every_n_steps": 100},),
         "81% of the time",
-    ),
-    "a stream whose states cost much": (
-        run({}, worker(0.02, 0.5, snapshot=0.18), worker(0.02, 0.5, snapshot=0.18), iterable=True, snapshot_every=10),
-        "snapshots",
-        ({"snapshot_every_n_steps": 1000},),
-        "91% of the time",
     ),
     "a map dataset whose states cost much": (
         run({}, worker(0.02, 0.5, snapshot=0.18), worker(0.02, 0.5, snapshot=0.18), keeps_states=True),
@@ -137,12 +125,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         (),
         "Threads share the GIL; worker processes have a GIL each.",
     ),
-    "worker threads that wait for the GIL": (
-        run({"transfer": 6e-3}, worker(0.19, 5), worker(0.19, 5), in_threads=True),
-        "fetch",
-        (),
-        "Threads share the GIL",
-    ),
     "worker threads that wait for the GIL most of the time": (
         run({"transfer": 0.06}, worker(0.19, 5), worker(0.19, 5), in_threads=True),
         "consumer process",
@@ -160,12 +142,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         "memory",
         ({"worker_memory_limit": 4 << 20},),
         "30 workers were replaced",
-    ),
-    "forked workers that exceed their memory limit": (
-        run({}, worker(0.1, 0.5), worker(0.1, 0.5), retirements=30, memory_limit=1 << 20, forks=True),
-        "memory",
-        ({"worker_memory_limit": 4 << 20},),
-        "share() keeps one for all",
     ),
     "a ring that is too small": (
         run({}, worker(0.1, 5, write=0.09), worker(0.1, 5, write=0.09), oversize=100, ring_needed=1 << 20),
@@ -260,12 +236,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"concurrency": 1024}, {"concurrency": 64}),
         "Samples cost waiting",
     ),
-    "shards whose order does not depend on the workers": (
-        run({}, worker(0.19, 0.5), worker(0.19, 0.5), one_by_one=True, asynchronous=True, concurrency=256),
-        "fetch",
-        ({"num_workers": 4}, {"num_workers": 8}),
-        "workers wait for their reads",
-    ),
     "a stream whose samples are decoded by threads that wait": (
         run(
             {},
@@ -277,18 +247,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         "fetch",
         ({"decode_threads": 8},),
         "Another number of workers would alter the order",
-    ),
-    "a stream that waits": (
-        run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True),
-        "fetch",
-        (),
-        "Another number of workers would alter the order of the stream's samples.",
-    ),
-    "a dataset of eight streams that waits": (
-        run({}, worker(0.19, 0.5), worker(0.19, 0.5), iterable=True, one_by_one=True, streams=8),
-        "fetch",
-        ({"num_workers": 4}, {"num_workers": 8}),
-        "workers wait for their reads",
     ),
     "a stream that computes": (
         run({}, worker(0.095, 9.4, BATCHES), iterable=True, cpus=4),
@@ -319,12 +277,6 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         "startup",
         ({"num_workers": 0}, {"persistent_workers": True}),
         "Starting workers took 80%",
-    ),
-    "tiny batches of a stream, whose order depends on its workers": (
-        run({}, worker(1e-5, 0.01), worker(1e-5, 0.01), iterable=True),
-        "overhead",
-        (),
-        "make batches larger",
     ),
 }
 
