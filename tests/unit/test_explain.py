@@ -55,6 +55,17 @@ def test_the_repr_shows_dataset_order_and_place() -> None:
 
 
 @pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
+def test_methods_that_are_gone(loader: type[Any]) -> None:
+    """Their errors say what to do instead."""
+    for call, instead in (
+        (loader(Numbers(3)).progress, r"tqdm\(loader\)"),
+        (loader(Numbers(3)).where, "collate_fn=list"),
+    ):
+        with pytest.raises(AttributeError, match=f"is gone: .*{instead}"):
+            call()
+
+
+@pytest.mark.parametrize("loader", [DataLoader, AsyncDataLoader])
 def test_a_loader_that_is_not_constructed_has_a_repr(loader: type[Any]) -> None:
     """A debugger shows it while the constructor runs."""
     assert f"{loader.__name__} object at" in repr(object.__new__(loader))
