@@ -17,7 +17,6 @@ from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
-from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
 from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
@@ -269,10 +268,6 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             "AsyncDataLoader is read with 'async for'; for a plain 'for' make an asyncloader.DataLoader, which takes "
             "the same arguments"
         )
-
-    def _repr_html_(self) -> str:
-        run = self._asyncloader_watched() if self._asyncloader_state.statistics.epochs else None
-        return as_html(type(self).__name__, self._spec, self._asyncloader_place, run)
 
 
 own_constructor(AsyncDataLoader, "AsyncDataLoader")

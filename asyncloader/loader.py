@@ -16,7 +16,6 @@ from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import StateError
-from asyncloader.explain import as_html
 from asyncloader.loader_methods import LoaderMethods, LoaderState
 from asyncloader.options.auto import set_workers
 from asyncloader.options.declaration import (
@@ -250,12 +249,6 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
 
     async def __aexit__(self, *_: object) -> None:
         """Not reached; ``async with`` looks for it first."""
-
-    def _repr_html_(self) -> str:
-        # Not made for this: it means "was used".
-        used = "_asyncloader_state" in self.__dict__ and self._asyncloader_state.statistics.epochs
-        run = self._asyncloader_watched() if used else None
-        return as_html(type(self).__name__, self, self._asyncloader_place, run)
 
     @property
     def _asyncloader_place(self) -> str:

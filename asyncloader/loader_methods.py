@@ -16,7 +16,7 @@ import torch
 from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.epoch.torch_iterator import ThreadIterator
 from asyncloader.errors import LoaderClosed
-from asyncloader.explain import as_text, diagnose_run, explain
+from asyncloader.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
@@ -309,6 +309,11 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at this position with the next iterator."""
         raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        used = self._asyncloader_place != "not iterated yet" and self._asyncloader_state.statistics.epochs
+        run = self._asyncloader_watched() if used else None
+        return as_html(type(self).__name__, self._asyncloader_spec, self._asyncloader_place, run)
 
     def __repr__(self) -> str:
         try:

@@ -110,16 +110,6 @@ for _kind in OPTION_OBJECTS.values():  # else it would be that of `__new__`
 _OBJECT_OF = {field.name: name for name, kind in OPTION_OBJECTS.items() for field in dataclasses.fields(kind)}
 
 
-_STREAMS = "an argument of RemoteIterableDataset, which a loader gets as its dataset"
-_REMOTE = "an argument of RemoteIterableDataset and RemoteMapDataset, which a loader gets as its dataset"
-_OF_DATASETS = {
-    **dict.fromkeys(("elastic", "shuffle_buffer", "shuffle_shards"), _STREAMS),
-    **dict.fromkeys(("cache_dir", "cache_bytes", "columns", "read_ahead", "storage_options"), _REMOTE),
-    "streams": f"{_STREAMS}; any other IterableDataset has an attribute loader_streams",
-    "loader_streams": "an attribute of an IterableDataset",
-}
-"""Arguments and attributes of datasets that are taken for options of loaders."""
-
 _ELSEWHERE = {
     "bs": "batch_size",
     "drop_remainder": "drop_last",
@@ -147,9 +137,7 @@ def _instead(name: str, known: Collection[str]) -> str:
     if name in _OBJECT_OF:
         kind = OPTION_OBJECTS[_OBJECT_OF[name]].__name__
         return f": it is a field of {kind}, so write {_OBJECT_OF[name]}={kind}({name}=...)"
-    if name in _OF_DATASETS:
-        return f": it is {_OF_DATASETS[name]}"
-    meant = get_close_matches(_ELSEWHERE.get(name, name), [*known, *_OBJECT_OF, *_OF_DATASETS], n=1, cutoff=0.8)
+    meant = get_close_matches(_ELSEWHERE.get(name, name), [*known, *_OBJECT_OF], n=1, cutoff=0.8)
     return "".join(
         f". Did you mean {each!r}?" if each in known else _instead(each, known).replace(": it", f": {each!r}", 1)
         for each in meant

@@ -7,7 +7,6 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import pytest
@@ -17,14 +16,10 @@ from asyncloader import (
     DataLoader,
     DeviceOptions,
     Recovery,
-    RemoteIterableDataset,
-    RemoteMapDataset,
     StatefulDataLoader,
     Tuning,
 )
-from asyncloader.options.declaration import OPTION_NAMES
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.options.objects import _OF_DATASETS
 from tests.helpers.datasets import Numbers
 
 ROWS = Numbers(3)
@@ -94,11 +89,6 @@ def test_sizes_are_resolved_when_iteration_begins() -> None:
         ),
         (Tuning, "worker_timeout", ": it is a field of Recovery, so write recovery=Recovery(worker_timeout=...)"),
         (Recovery, "worker_timeouts", ". Did you mean 'worker_timeout'?"),
-        (
-            partial(StatefulDataLoader, ROWS),
-            "shuffle_buffer",
-            ": it is an argument of RemoteIterableDataset, which a loader gets as its dataset",
-        ),
         (partial(StatefulDataLoader, ROWS), "seed", ""),
         (partial(DataLoader, ROWS), "nothing_like_it", ""),
     ],
@@ -109,11 +99,3 @@ def test_names_that_are_no_options(call: Callable[..., Any], name: str, instead:
         TypeError, match=rf"__init__\(\) got an unexpected keyword argument '{name}'{re.escape(instead)}$"
     ):
         call(**{name: 4})
-
-
-def test_arguments_of_datasets_are_theirs() -> None:
-    """Each name that an error calls an argument of a dataset is one, and no option of a loader."""
-    for name, text in _OF_DATASETS.items():
-        assert name not in OPTION_NAMES
-        kinds = [each for each in (RemoteIterableDataset, RemoteMapDataset) if each.__name__ in text]
-        assert all(name in signature(each).parameters for each in kinds)
