@@ -139,10 +139,8 @@ class WorkerSource(Protocol):
     start_method: str
     """"fork" if workers must be made in the iterating thread."""
 
-    @property
-    def ring_manager(self) -> type[RingManager]:
-        """Manages the memory of each of its workers' batches."""
-        ...
+    ring_manager: type[RingManager]
+    """Manages the memory of each of its workers' batches."""
 
     def make(self, workers: Iterable[int], setup: WorkerSetup) -> Generator[WorkerHandle]:
         """Make these workers, one at each step. Blocks; any thread. Close the generator in the end.
@@ -204,7 +202,7 @@ class LocalWorkers(WorkerSource):
             environment of its own start, which the user expects only where the user chose the fork server.
     """
 
-    ring_manager = RingManager
+    ring_manager: type[RingManager] = RingManager
 
     def __init__(self, context: Any, *, replaces: bool = False, passes_environ: bool = False) -> None:
         self.start_method: str = context.get_start_method()

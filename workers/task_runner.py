@@ -180,7 +180,7 @@ class TaskRunner(ErrorAnswers):
     async def close(self) -> None:
         """Exit the dataset's context, and close what its code has opened, in bounded time."""
         warn_of_exit(None if self._context is None else await self._context.close())
-        if self._reader is not None:
+        if isinstance(self._reader, DatasetReader):
             await self._reader.aclose_resources()
 
     def close_reader(self) -> None:
@@ -393,6 +393,7 @@ class TaskRunner(ErrorAnswers):
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()
+            assert isinstance(reader, DatasetReader)  # several streams are blocking ones
             with UnexpectedCancellation("the dataset's"):
                 encoded = await reader.fetch_async(index, records)
             # A task that ignored its cancellation and outlived its epoch must not write: its slot has been given away.

@@ -218,7 +218,7 @@ class ThreadWorkers(WorkerSource):
     """Worker threads of this process. See `WorkerSource`."""
 
     start_method = THREADS
-    ring_manager = NoRing
+    ring_manager: type[RingManager] = NoRing
 
     def __init__(self) -> None:
         self._said = Said()

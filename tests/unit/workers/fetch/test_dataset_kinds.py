@@ -80,7 +80,7 @@ def test_which_datasets_are_async(dataset: Any, asynchronous: bool) -> None:
 def test_a_stack_of_awaited_parts_is_refused() -> None:
     """Its methods would await nothing; the error says what to write, also under a view."""
     with pytest.raises(TypeError, match="a StackDataset does not await its parts' samples: write a dataset whose"):
-        is_async_dataset(Subset(StackDataset(Plain(), Async()), [0]))  # type: ignore[arg-type]
+        is_async_dataset(Subset(StackDataset(Plain(), Async()), [0]))
 
 
 def test_views_of_torch_only_pass_indices_on() -> None:
