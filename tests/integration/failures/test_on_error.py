@@ -110,15 +110,6 @@ def test_skip_makes_short_batches(kind: str, workers: int, dataset: type[Rotten]
 
 
 @pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_first_and_last_batches_may_be_lost(kind: str, workers: int) -> None:
-    """Batches that are left out at either end neither end the epoch early nor keep it from ending."""
-    got, errors, _ = run(kind, Rotten(10, {0, 1, 8, 9}), batch_size=2, num_workers=workers, on_error="skip")
-    assert indices(got) == [[2, 3], [4, 5], [6, 7]]
-    assert len(errors) == 4
-
-
-@pytest.mark.parametrize("kind", BOTH)
 def test_refill_is_a_function_of_the_seed(kind: str) -> None:
     """Substitutes are the same for every number of workers; batches are full; refills are counted."""
     options: dict[str, Any] = {"batch_size": 4, "seed": 3, "on_error": "refill"}

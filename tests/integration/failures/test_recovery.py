@@ -173,13 +173,6 @@ def test_torch_mode_heals_nothing_by_default(tmp_path: Path) -> None:
         collect("sync", Faulty(10, Faults(tmp_path, {3: "SIGKILL"})), num_workers=1)
 
 
-def test_hoarded_batches_outlive_their_worker(tmp_path: Path) -> None:
-    """Batches that the consumer holds do not change when their worker dies and its ring is abandoned."""
-    dataset = Faulty(60, Faults(tmp_path, dict.fromkeys((10, 30, 50), "SIGKILL")))
-    held = collect("sync", dataset, batch_size=2, seed=1, num_workers=1)
-    assert [b["index"].tolist() for b in held] == [[i, i + 1] for i in range(0, 60, 2)]
-
-
 # ------------------------------------------------------------------------------------------------- streams
 
 
@@ -208,12 +201,6 @@ def test_stateless_stream_cannot_go_on(kind: str, tmp_path: Path) -> None:
     dataset = FaultyStream(40, Faults(tmp_path, {17: "SIGKILL"}))
     with pytest.raises(WorkerDied, match=r"has no state_dict and load_state_dict.*Recovery\(allow_replay=True\)"):
         collect(kind, dataset, seed=3, num_workers=2)
-
-
-def test_stream_that_has_given_nothing_begins_again(tmp_path: Path) -> None:
-    """A stream that has answered no task yet is read from its beginning."""
-    got = collect("sync", FaultyStream(6, Faults(tmp_path, {0: "SIGKILL"})), seed=3, num_workers=1)
-    assert [int(b["index"]) for b in got] == list(range(6))
 
 
 def results(dataset: Any, **options: Any) -> list[Any]:

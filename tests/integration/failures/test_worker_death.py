@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import faulthandler
 import mmap
-import multiprocessing
 import os
 import signal
 from typing import Any
@@ -15,9 +13,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderError, WorkerDied
-from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import Numbers, Pids
-from tests.helpers.running import BOTH, KINDS, Deaths, collect, outcomes, run_async
+from tests.helpers.running import BOTH, KINDS, Deaths, outcomes, run_async
 
 pytestmark = pytest.mark.chaos
 
@@ -162,31 +159,3 @@ def test_the_next_epoch_works(kind: str) -> None:
         epochs = run_async(run())
     assert len(epochs[0]) == 2
     assert epochs[0] == epochs[1]
-
-
-def test_killed_between_epochs() -> None:
-    """Idle persistent workers that were killed are replaced by the next epoch."""
-    for kind in BOTH:
-        expected = collect("torch", Numbers(10))
-        if kind == "sync":
-            with DataLoader[Any](Numbers(10), num_workers=2, persistent_workers=True) as loader:
-                assert_same(list(loader), expected)
-                _kill_children()
-                assert_same(list(loader), expected)
-            continue
-
-        async def run(expected: list[Any] = expected) -> None:
-            async with AsyncDataLoader[Any](Numbers(10), num_workers=2, persistent_workers=True) as loader:
-                assert_same([batch async for batch in loader], expected)
-                await asyncio.to_thread(_kill_children)
-                assert_same([batch async for batch in loader], expected)
-
-        run_async(run())
-
-
-def _kill_children() -> None:
-    pids = [process.pid or 0 for process in multiprocessing.active_children()]
-    deaths = Deaths(pids)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    deaths.wait()

@@ -17,7 +17,7 @@ import pytest
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from tests.helpers.datasets import Sized
 from tests.helpers.forking import AT, Child, Here, at, epoch, expected, fork, value
-from tests.helpers.running import BOTH, KINDS, PATIENCE_S
+from tests.helpers.running import BOTH, PATIENCE_S
 from tests.processes import children_of, own_children
 
 # Python 3.12 and later warn of a fork in a process with several threads, which is tested here.
@@ -54,35 +54,7 @@ def test_programs(kind: str, how: str) -> None:
     assert epoch(kind, at(AT, run)) == expected(40)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_programs_and_other_start_methods(method: str) -> None:
-    """Programs and children beside workers that were not forked: the epoch is complete."""
-
-    def run(_: Here) -> None:
-        subprocess.run(["true"], check=True, timeout=PATIENCE_S, preexec_fn=os.getpid)
-        fork(lambda: None).wait()
-
-    assert epoch("sync", at(AT, run), multiprocessing_context=method) == expected(40)
-
-
 # ------------------------------------------------------------------------------------------- children
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_child_at_every_step(kind: str) -> None:
-    """A child that exits at once is forked after every batch, while some batches are held: the epoch is complete."""
-    held: list[Any] = []
-
-    def body(here: Here) -> None:
-        held.append(here.batch)
-        fork(lambda: None).wait()
-        if len(held) == 8:
-            assert [value(batch) for batch in held] == expected(40)[here.step - 7 : here.step + 1]
-            held.clear()
-
-    assert epoch(kind, body) == expected(40)
 
 
 @pytest.mark.parametrize("kind", BOTH)
@@ -194,18 +166,6 @@ def test_a_child_with_a_loader_of_its_own(kind: str, own: str, workers: int) -> 
         assert not own_children()
 
     assert epoch(kind, at((3,), lambda _: fork(child).wait())) == expected(40)
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
-def test_a_child_with_spawned_workers_of_its_own(method: str) -> None:
-    """The child's own loader works, too, where the workers of parent and child are spawned, or are forked by a fork
-    server of each process.
-    """
-
-    def child() -> None:
-        assert epoch("sync", lambda _: None, n=10, multiprocessing_context=method) == expected(10)
-
-    assert epoch("sync", at((3,), lambda _: fork(child).wait()), multiprocessing_context=method) == expected(40)
 
 
 @pytest.mark.parametrize("kind", BOTH)

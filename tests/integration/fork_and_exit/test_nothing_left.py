@@ -138,26 +138,6 @@ def test_exit_with_a_live_iterator(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_exit_while_a_daemon_thread_iterates(tmp_path: Path) -> None:
-    """The exit is not delayed, and the workers exit; a thread that asks for one more batch may get `LoaderClosed`.
-
-    Batches are no tensors: torch releases the GIL while a tensor is freed, and a thread that cannot take the GIL again,
-    because the interpreter is finalizing, ends the process then.
-    """
-    body = """
-        begun = threading.Event()
-        def work():
-            with contextlib.suppress(LoaderClosed):
-                for batch in DataLoader(Slow(), num_workers=2, collate_fn=list):
-                    begun.set()
-        threading.Thread(target=work, daemon=True).start()
-        begun.wait()
-    """
-    done = run_script(tmp_path, script(body))
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["sync", "async"])
 def test_exception_in_the_body(name: str, tmp_path: Path) -> None:
     """An exception from the loop's body: its traceback once, exit code 1, no other output."""

@@ -342,23 +342,3 @@ def test_close_in_the_loops_own_body(kind: str, workers: int) -> None:
     else:
         run_async(run(), kind)
     assert seen == [0.0]
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_an_event_loop_that_was_closed_without_aclose(persistent: bool) -> None:
-    """`asyncio.run` has returned, the iterator was not closed: `close()` ends its workers from outside, also twice."""
-
-    async def leave(loader: Any) -> Any:
-        batches = aiter(loader)
-        await anext(batches)
-        return batches
-
-    loader = AsyncDataLoader[Any](Numbers(50), num_workers=2, persistent_workers=persistent)
-    batches = asyncio.run(leave(loader))
-    deaths = Deaths(process.pid for process in batches.pool.processes)
-    loader.close()
-    loader.close()
-    assert deaths.ended()
-    deaths.close()
-    with pytest.raises(LoaderClosed):
-        asyncio.run(leave(loader))

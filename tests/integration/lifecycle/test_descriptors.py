@@ -85,23 +85,6 @@ def test_descriptors_after_many_batches(name: str, hold: bool) -> None:
     assert grown <= (4 + 16 if "tuning" in options else 0)
 
 
-def test_descriptors_over_many_epochs() -> None:
-    """Persistent workers over many epochs, most of them left early: the number of descriptors does not grow."""
-    with DataLoader[Any](Varied(60), num_workers=2, collate_fn=first, persistent_workers=True) as loader:
-        counts = []
-        for epoch in range(60):
-            for position, _ in enumerate(loader):
-                if position == epoch % 13:
-                    break
-            if epoch in (12, 59):
-                list(loader)
-                gc.collect()
-                batches: Any = loader._iterator
-                pids = [os.getpid(), *(process.pid for process in batches._workers)]
-                counts.append([len(open_descriptors(pid)) for pid in pids])
-        assert counts[0] == counts[1]
-
-
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_a_worker_inherits_nothing_of_its_siblings() -> None:
     """A forked worker keeps no socket that the main process holds for other workers, of its pool or another."""

@@ -295,13 +295,6 @@ def test_options_that_make_no_sense_with_threads() -> None:
         DataLoader(Numbers(3), recovery=Recovery(worker_memory_limit="1GB"), **THREADED)
 
 
-def test_the_loader_says_where_its_workers_are() -> None:
-    """`explain` names the threads, and that there is no ring."""
-    text = DataLoader(Numbers(3), **THREADED).explain()
-    assert "2 workers in threads" in text
-    assert "memory: none" in text
-
-
 def test_the_async_loader_leaves_its_loop_free() -> None:
     """While worker threads fetch, other tasks of the consumer's loop run."""
 

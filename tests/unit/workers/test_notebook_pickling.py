@@ -41,11 +41,6 @@ def test_a_session_is_a_main_module_without_a_file(kind: str, main: ModuleType) 
     assert in_session() == session
 
 
-def test_this_is_no_session() -> None:
-    """A process that runs pytest is no session."""
-    assert not in_session()
-
-
 def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
     """The name is hidden while a process is started: multiprocessing would have the child import "<stdin>"."""
     vars(main)["__file__"] = "<stdin>"

@@ -27,12 +27,6 @@ def test_what_was_there_is_frozen(concurrent: bool) -> None:
 
 
 @pytest.mark.thorough
-def test_one_task_at_a_time_is_collected_as_ever() -> None:
-    """A worker of a blocking dataset keeps Python's thresholds."""
-    assert told("before = gc.get_threshold(); tune(concurrent=False); print(gc.get_threshold() == before)") == "True"
-
-
-@pytest.mark.thorough
 def test_many_in_flight_are_collected_less_often() -> None:
     """A worker with hundreds of samples in hand collects garbage less often, but does collect it."""
     assert told("tune(concurrent=True); print(gc.get_threshold(), gc.isenabled())") == "(50000, 20, 50) True"

@@ -95,14 +95,6 @@ def test_cursor_holds_the_states_there_are(case: str) -> None:
     assert read(bookmark.after_batch(7, ended=True)) == Cursor(2, 7, True, of_dataset, of_iterator)
 
 
-def test_a_dataset_that_is_its_own_iterator_is_saved_once() -> None:
-    """The state is saved as the dataset's."""
-    dataset = Part("D")
-    bookmark = begun(dataset, dataset)
-    assert read(bookmark.after_batch(1, ended=False)) == Cursor(1, 1, False, "D", None, itself="within")
-    assert dataset.calls == ["save dataset"]
-
-
 def test_states_are_restored_in_torchdatas_order() -> None:
     """The dataset is restored first, then ``iter(dataset)`` is called, then that iterator is restored."""
     calls: list[str] = []
@@ -145,15 +137,6 @@ def test_snapshots_keep_their_beat_after_resuming() -> None:
     """Batches are counted from the epoch's beginning, not from the position where it was resumed."""
     bookmark = begun(Part(), every=3, cursor=Cursor(4, 0, False, "D", None))
     assert [bool(bookmark.after_batch(1, ended=False)) for _ in range(5)] == [False, True, False, False, True]
-
-
-def test_a_cursor_does_not_change_later() -> None:
-    """The cursor has the state of its moment, even if the dataset returns an object that it changes later."""
-    dataset = Part({"at": [1]})
-    bookmark = begun(dataset)
-    data = bookmark.after_batch(1, ended=False)
-    dataset.state["at"].append(2)
-    assert read(data).dataset == {"at": [1]}
 
 
 @pytest.mark.parametrize(

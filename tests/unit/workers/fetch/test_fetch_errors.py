@@ -6,10 +6,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from torch.utils.data import Subset
 
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
-from asyncloader.workers.fetch.seeding import sample_rng
 from tests.unit.workers.fetch.raising import (
     MODES,
     REFILL,
@@ -77,26 +75,6 @@ async def test_without_getitem_the_whole_batch_is_bad(kind: Any, mode: str) -> N
     assert found == [-2, -1]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Map, AsyncMap])
-async def test_samples_are_found_through_torchs_views(kind: Any, mode: str) -> None:
-    """A Subset's batch is not fetched as a whole first, so no sample is read twice."""
-
-    class Counting(kind):  # type: ignore[misc]
-        asked = 0
-
-        def sample(self, index: int) -> Any:
-            self.asked += 1
-            return super().sample(index)
-
-    dataset = Counting(12)
-    bad: list[SkippedSample] = []
-    one = reader(Subset(dataset, range(10, 20)), SKIP, seeded=MODES[mode])
-    assert indices(await fetch(one, at(mode, 0, [1, 2, 3]), bad)) == [11, 13]
-    assert [record.index for record in bad] == [2]
-    assert dataset.asked == 3
-
-
 async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> None:
     """The sample is skipped, too, and the epoch does not end."""
 
@@ -157,23 +135,6 @@ async def test_a_cancelled_fetch_is_not_skipped() -> None:
 
 
 # -------------------------------------------------------------------------------------- substitutes and functions
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Map, AsyncMap, Getitems, AsyncGetitems])
-async def test_a_function_replaces(kind: Any, mode: str) -> None:
-    """`on_error` draws random numbers of the sample's position."""
-
-    def ask(index: Any, error: Exception) -> Any:
-        return -index, sample_rng().random.random()
-
-    bad: list[SkippedSample] = []
-    found = await fetch(reader(kind(4, 6), ErrorPolicy(ask), seeded=MODES[mode]), at(mode, 7, [3, 4, 6]), bad)
-    assert indices(found) == [3, -4, -6]
-    assert [record.action for record in bad] == ["replaced"] * 2
-    if mode == "seeded":
-        fresh = await fetch(reader(AsyncMap(), seeded=SEEDED), (7, [0, 1, 2]))
-        assert [sample[1] for sample in found[1:]] == [sample[1] for sample in fresh[1:]]
 
 
 async def test_an_async_function_is_awaited() -> None:

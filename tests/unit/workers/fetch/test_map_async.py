@@ -50,25 +50,8 @@ class Async(Dataset[Any]):
             self.now -= 1
 
 
-class AsyncBatched(Dataset[Any]):
-    async def __getitems__(self, indices: list[int]) -> list[int]:
-        await asyncio.sleep(0)
-        return [-index for index in indices]
-
-
 def fetcher(dataset: Any, *, auto: bool = True, concurrency: int = 256) -> AsyncMapFetcher:
     return AsyncMapFetcher(SampleMaker(dataset, asynchronous=True), auto, lambda data: data, concurrency)
-
-
-async def test_single_sample_without_batching() -> None:
-    """Without automatic batching the index is fetched as it is."""
-    assert await fetcher(Async(), auto=False).fetch_async(7) == 70
-    assert await fetcher(Plain(), auto=False).fetch_async(7) == 70
-
-
-async def test_getitems_is_asked_once_for_the_batch() -> None:
-    """An async `__getitems__` gets the complete list."""
-    assert await fetcher(AsyncBatched()).fetch_async([1, 2]) == [-1, -2]
 
 
 @pytest.mark.parametrize(

@@ -57,16 +57,6 @@ def seeded(stream: Any, read: int = 0, *, asynchronous: bool = False) -> StreamF
     return StreamFetcher(stream, maker, False, lambda sample: sample, read=read)
 
 
-def test_a_streams_samples_are_numbered() -> None:
-    """Each sample has the random numbers of its number in the stream; the end of the stream has no number."""
-    stream = seeded(numbers(0, 3))
-    assert [stream.fetch(None) for _ in range(3)] == [(i, at_sample(i, 4)) for i in range(3)]
-    for _ in range(2):
-        with pytest.raises(EndOfData):
-            stream.fetch(None)
-        assert stream.samples == 3
-
-
 def test_an_error_in_a_stream_is_not_a_sample() -> None:
     """A sample that failed has no number; the next sample, if there is one, has it."""
 

@@ -87,12 +87,6 @@ def test_arrays(kind: str) -> None:
     assert_same(copied(Encoder().encode(value)), value)
 
 
-def test_masked_array_keeps_its_mask() -> None:
-    """A masked array is still masked."""
-    got = round_trip(ARRAYS["masked"]())
-    assert (got.data.tolist(), got.mask.tolist()) == ([1, 2, 3], [False, True, False])
-
-
 READONLY: dict[str, Callable[[], npt.NDArray[Any]]] = {
     "flag": readonly,
     "buffer": lambda: np.frombuffer(b"12345678", np.uint8),

@@ -185,13 +185,6 @@ def test_faults_are_told_in_torchs_words(kind: str) -> None:
     assert str(mine.value) == str(theirs.value)
 
 
-def test_unequal_sizes_name_the_samples() -> None:
-    """Samples of different shapes are refused with both shapes, whether tensors or arrays."""
-    for make in (torch.zeros, np.zeros):
-        with pytest.raises(RuntimeError, match=r"equal size, but got \[2\] at entry 0 and \[3\] at entry 1"):
-            ours([make(2), make(3)])
-
-
 def test_plain_batches_are_written_once_and_straight() -> None:
     """Tensors and numbers of any structure are sent as leaves: no part of them is in the pickle."""
     samples = [{"image": torch.zeros(1000), "label": 7, "score": 0.5, "array": np.zeros(100)}] * 8
@@ -214,13 +207,6 @@ def test_registered_type_is_respected(torch_map: dict[Any, Any]) -> None:
     samples = [Polar(torch.ones(2)), Polar(torch.full((2,), 3.0))]
     assert ours(samples).tolist() == [4.0, 4.0]
     assert ours([{"p": sample} for sample in samples])["p"].tolist() == [4.0, 4.0]
-
-
-def test_registered_function_replaces_ours(torch_map: dict[Any, Any]) -> None:
-    """A user's function for tensors or numbers has precedence over ours."""
-    torch_map[torch.Tensor] = lambda batch, **_: [t.sum().item() for t in batch]
-    torch_map[int] = lambda batch, **_: max(batch)
-    assert ours([(torch.ones(3), 1), (torch.ones(3), 5)]) == [[3.0, 3.0], 5]
 
 
 def test_samples_that_require_grad() -> None:

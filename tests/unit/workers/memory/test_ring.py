@@ -56,17 +56,6 @@ def test_the_last_view_goes_without_python_code(oneoff: bool) -> None:
     assert memory() is None
 
 
-def test_last_in_first_out() -> None:
-    """The slot that was released last is used first: it is warm, and the others may never be touched."""
-    ring = new_ring()
-    first, second = ring.take(), ring.take()
-    assert first is not None
-    assert second is not None
-    ring.give_back(second)
-    ring.give_back(first)
-    assert [ring.take(), ring.take()] == [first, second]
-
-
 @pytest.mark.parametrize(
     "derive",
     [
@@ -195,18 +184,6 @@ def test_fork_retires_leased_slots_and_no_others() -> None:
         os.waitpid(pid, 0)
         for fd in (*go, *told):
             os.close(fd)
-
-
-def test_a_view_outlives_its_ring() -> None:
-    """The memory is freed with the last view, not with the ring or its descriptor."""
-    ring = Ring(3, PAGE, 1)
-    batch = lend(ring)
-    batch.fill_(5)
-    ring.close_fd()
-    gone = weakref.ref(ring)
-    del ring
-    assert gone() is None
-    assert batch.tolist() == [5] * 64
 
 
 @pytest.mark.parametrize(("slots", "credits"), [(2, 2), (2, 3), (2, 0)])

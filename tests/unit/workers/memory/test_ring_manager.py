@@ -7,7 +7,7 @@ import pytest
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, grown_slot_bytes, slot_count
+from asyncloader.workers.memory.layout import PAGE, grown_slot_bytes, slot_count
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.memory.segment import memory_limit
@@ -26,15 +26,6 @@ def sent(manager: RingManager) -> Ring:
     assert ring is not None
     ring.close_fd()
     return ring
-
-
-def test_first_ring_is_small_and_owed_once(manager: RingManager) -> None:
-    """No ring is made before the first task; then one small ring, once."""
-    assert (manager.ring, manager.nbytes) == (None, 0)
-    ring = sent(manager)
-    assert (ring.slots, ring.slot_bytes, ring.credits, ring.number) == (slot_count(2), FIRST_SLOT_BYTES, 2, 0)
-    assert manager.nbytes == ring.nbytes
-    assert manager.replacement() is None
 
 
 def test_answer_in_a_slot_leaves_it_to_the_reader(manager: RingManager) -> None:
@@ -205,17 +196,3 @@ def test_close_closes_the_descriptor() -> None:
 
 
 # ----------------------------------------------------------------------------------------------- reorder_window
-
-
-@pytest.fixture
-def ahead() -> Iterator[RingManager]:
-    manager = RingManager(credits=2, ring_bytes=None, reorder_window=16)
-    yield manager
-    manager.close()
-
-
-def test_batches_that_run_ahead_have_slots(ahead: RingManager) -> None:
-    """The ring has `reorder_window` more slots, and its headroom stays."""
-    ring = sent(ahead)
-    assert (ring.slots, ring.credits) == (slot_count(2) + 16, 2 + 16)
-    assert ahead.reorder_window == 16
