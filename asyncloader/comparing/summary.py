@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import exp, inf, log, sqrt
 from statistics import fmean, variance
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.commands.findings import Finding
 
@@ -24,7 +24,7 @@ WORTH = 0.05
 _T95 = (6.31, 2.92, 2.35, 2.13, 2.02, 1.94, 1.9, 1.86, 1.83, 1.81, 1.8, 1.78)
 _BLOCKS = 8  # parts of a run
 
-Values = Mapping[str, Any]
+Values: TypeAlias = Mapping[str, Any]
 
 
 class RunSummary(NamedTuple):
@@ -122,8 +122,7 @@ _LEAST_SINGLES = 3
 _SEED = "in worker_init_fn, seed it by torch.initial_seed() % 2**32, which differs by worker and epoch"
 _PART = "in its __iter__, take only this worker's part (torch.utils.data.get_worker_info())"
 
-Values = Mapping[str, Any]
-Fault = tuple[str, str, str]  # name, text, advice
+Fault: TypeAlias = tuple[str, str, str]  # name, text, advice
 
 
 def find_faults(processes: Sequence[Values], workers: Sequence[Values]) -> list[Finding]:

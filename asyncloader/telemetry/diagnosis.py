@@ -21,7 +21,7 @@ from asyncloader.telemetry.slow_samples import in_words, slowest
 _MOST = 3
 _MOST_IN_FLIGHT = 1024
 _MOST_THREADS = 64
-_STARTING = 0.02  # the share of starts in the time from which they are worth saving
+_SAVED_STARTS = 0.02  # the share of starts in the time from which they are worth saving
 _SAVED = 0.02  # the share of saving states in the time that is left
 
 
@@ -73,7 +73,7 @@ def _settings(run: Run, bound: str) -> Iterator[dict[str, Any]]:
 
 def _kept(run: Run) -> Iterator[dict[str, Any]]:
     """Workers that are started once, where starts take a share worth saving."""
-    if run.workers and not run.persistent and run.epochs > 1 and run.startup_s > _STARTING * run.elapsed_s:
+    if run.workers and not run.persistent and run.epochs > 1 and run.startup_s > _SAVED_STARTS * run.elapsed_s:
         yield {"persistent_workers": True}
 
 

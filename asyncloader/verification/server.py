@@ -226,7 +226,8 @@ def _failure(code: int, late: bool, note: str, line: CodeLine | None) -> UserFai
 
 def _carry_out(job: Any, make: Callable[[], Any], writing: Connection, stacks: IO[bytes]) -> None:
     """Carry out a job in this process, and write the result; before that, notes on how far it is."""
-    me, result = os.getpid(), None
+    me = os.getpid()
+    result: Any
     faulthandler.enable(stacks, all_threads=True)
     try:
         match job:

@@ -95,6 +95,12 @@ RUNS: dict[str, tuple[Run, str, tuple[dict[str, Any], ...], str]] = {
         ({"persistent_workers": True},),
         "Starting workers took 80%",
     ),
+    "starts that take a tenth of the time": (
+        run({}, worker(0.19, 0.5, starts=10), worker(0.19, 0.5, starts=10), startup_s=1.0, epochs=10),
+        "fetch",
+        ({"num_workers": 4}, {"num_workers": 8}, {"persistent_workers": True}),
+        "workers wait for their reads",
+    ),
     "a sampler that is slow": (
         run({"sampler": 0.09}, worker(0.01, 0.5), worker(0.01, 0.5)),
         "sampler",
