@@ -34,7 +34,6 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
-from heapq import heapify, heappop, heappush, heapreplace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -241,14 +240,6 @@ class ShardAssigner:
         # Worker -> request order, and the ranges that it would give back.
         self._pending: dict[int, tuple[int, int, int, Assignment | None]] = {}
         self._gone: set[int] = set()  # workers whose pending request was sent by a process that has died
-        # A heap of pending requests. A request that is no longer pending stays in it until it is at the top.
-        self._asking: list[_Order] = []
-        # A heap of the earliest requests that workers without a pending request may send. Each such worker is in it
-        # once. Its earliest request only becomes later, so an outdated entry is too early, and is replaced when it is
-        # at the top.
-        self._reading = [self._earliest(worker) for worker in range(len(workers))]
-        heapify(self._reading)
-        self._listed = [True] * len(workers)
         self._running = sum(over is None for over in self._over)
 
     def __repr__(self) -> str:
@@ -291,7 +282,6 @@ class ShardAssigner:
         if over is not None:
             return [over._replace(number=number)]
         self._pending[worker] = (batch, number, worker, rest)
-        heappush(self._asking, (batch, number, worker))
         self._gone.discard(worker)
         return self._decide()
 
@@ -312,21 +302,12 @@ class ShardAssigner:
     def _decide(self) -> list[Reply]:
         replies: list[Reply] = []
         while self._pending:
-            order, worker = self._asking[0], self._asking[0][2]
-            pending = self._pending.get(worker)
-            # The worker's replacement has sent another request, or this request was answered.
-            if pending is None or pending[:3] != order:
-                heappop(self._asking)
-                continue
+            order = min(pending[:3] for pending in self._pending.values())
             # Answered now, this request would get an assignment that belongs to the earlier request.
             if self._ordered and self._may_come_before(order):
                 break
-            heappop(self._asking)
-            del self._pending[worker]
-            reply = self._reply(order, pending[3])
-            if not self._listed[worker]:
-                self._listed[worker] = True
-                heappush(self._reading, self._earliest(worker))
+            worker = order[2]
+            reply = self._reply(order, self._pending.pop(worker)[3])
             # The assignment is the dead worker's nevertheless: its replacement gets it when it repeats the request.
             if worker in self._gone:
                 self._gone.remove(worker)
@@ -340,17 +321,11 @@ class ShardAssigner:
 
     def _may_come_before(self, order: _Order) -> bool:
         """Return whether a worker may still send a request with an earlier request order."""
-        reading = self._reading
-        while reading and reading[0] < order:
-            worker = reading[0][2]
-            if worker in self._pending or self._over[worker] is not None:
-                heappop(reading)
-                self._listed[worker] = False
-            elif reading[0] != (now := self._earliest(worker)):
-                heapreplace(reading, now)
-            else:
-                return True
-        return False
+        return any(
+            self._earliest(worker) < order
+            for worker, over in enumerate(self._over)
+            if over is None and worker not in self._pending
+        )
 
     def _reply(self, order: tuple[int, int, int], left: Assignment | None) -> Reply:
         _, number, worker = order

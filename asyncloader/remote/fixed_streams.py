@@ -137,7 +137,7 @@ class FixedStreams(PlacedSamples, Dataset[Any]):
     @property
     def elastic(self) -> bool:
         """Whether a state of other streams, or of another global batch, is resumed as a set."""
-        return self.source.elastic == "set"
+        return bool(self.source.elastic == "set")
 
     def left(self, before: Sequence[Any], epoch: int) -> int:
         """Return the number of samples of an epoch that orders before have not had.

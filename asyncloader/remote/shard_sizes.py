@@ -42,12 +42,7 @@ Other errors fail the plan: they may be temporary, or occur in one rank only, an
 async def with_sizes(
     shards: Sequence[Shard], stores: Stores, *, leave: tuple[type[Exception], ...] = ()
 ) -> list[Shard]:
-    """Return the shards with `Shard.size`.
-
-    Args:
-        shards: the shards.
-        stores: find the transports for their URLs.
-        leave: a shard that raises one of these errors is left as it is.
+    """Return the shards with `Shard.size`. A shard that raises one of the errors `leave` is left as it is.
 
     Raises:
         TransportError: a shard's size cannot be read; the first such error, the other requests are cancelled.
@@ -58,12 +53,8 @@ async def with_sizes(
 async def with_counts(
     shards: Sequence[Shard], stores: Stores, *, leave: tuple[type[Exception], ...] = ()
 ) -> list[Shard]:
-    """Return the shards with `Shard.samples`, where an index or a footer provides it: MDS and Parquet.
-
-    Args:
-        shards: the shards.
-        stores: find the transports for their URLs.
-        leave: a shard that raises one of these errors is left as it is: reading it will raise the error.
+    """Return the shards with `Shard.samples`, where an index or a footer provides it: MDS and Parquet. A shard that
+    raises one of the errors `leave` is left as it is: reading it will raise the error.
 
     Raises:
         ShardError: a Parquet footer is damaged.
@@ -82,13 +73,8 @@ async def with_edges(
 ) -> list[Shard]:
     """Return the shards with the sizes and cut points that `shard_splitting.cut` needs to make `parts` ranges.
 
-    With at least `parts` shards, it requests nothing. A shard whose size the store does not provide is not cut.
-
-    Args:
-        shards: the shards.
-        stores: find the transports for their URLs.
-        parts: the wanted number of ranges.
-        leave: a shard that raises one of these errors is left as it is, and not cut: reading it will raise the error.
+    With at least `parts` shards, it requests nothing. A shard whose size the store does not provide is not cut, nor is
+    one that raises one of the errors `leave`: reading it will raise the error.
 
     Raises:
         ShardError: an MDS header or a Parquet footer is damaged, or contradicts the index.

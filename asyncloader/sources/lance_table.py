@@ -144,8 +144,12 @@ class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
                 name: [blob for _, blob in dataset.read_blobs(name, indices=asked, preserve_order=True)]
                 for name in found.blobs
             }
+        except ReadFailed:
+            raise
         except BaseException as error:
-            _refuse_others(error)
+            # Damaged files may cause a panic of Rust, which is no `Exception`: the worker would end by it.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ReadFailed(f"rows of {self.uri} cannot be read: {type(error).__name__}: {error}") from error
         names = table.column_names
         columns = [
@@ -171,17 +175,7 @@ class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
 
     def _described(self) -> _LanceVersion:
         if self._description is None:
-            asked = {"uri": self.uri, "version": self.version, "storage_options": self._storage_options}
-            # Nothing is gained by another process where Lance is in use anyway, or where nothing forks.
-            if "lance" not in sys.modules and hasattr(os, "fork"):
-                found = _describe_apart(asked)
-            else:
-                try:
-                    found = lance_version.describe(_lance(), **asked)
-                except BaseException as error:
-                    _refuse_others(error)
-                    text = f"{self.uri} cannot be read by lance: {type(error).__name__}: {error}"
-                    raise ReadFailed(text) from error
+            found = _describe({"uri": self.uri, "version": self.version, "storage_options": self._storage_options})
             if missing := sorted({*(self.columns or [])} - {*found["names"]}):
                 raise ReadFailed(f"{self.uri} has no column {missing[0]!r}; it has {', '.join(found['names'])}")
             read = found["names"] if self.columns is None else self.columns
@@ -221,16 +215,8 @@ def _lance() -> Any:
     return importlib.import_module("lance")
 
 
-def _refuse_others(error: BaseException) -> None:
-    """Raise an error again that is not Lance's. Damaged files may cause a panic of Rust, which is no `Exception`: the
-    worker would end by it.
-    """
-    if isinstance(error, ReadFailed) or not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
-        raise error
-
-
-def _describe_apart(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return the answer of `describe`, from a process that ends."""
+def _describe(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of `lance_version.describe`, from a process that ends: Lance is not used in this one."""
     ended = subprocess.run(
         [sys.executable, "-P", lance_version.__file__],  # without its folder, whose modules would hide others
         input=json.dumps({**asked, "path": sys.path}),

@@ -162,21 +162,13 @@ def test_panics(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def take(self, *_: Any, **__: Any) -> Any:
             raise panic("range start must not be greater than end")
 
-        def count_rows(self) -> int:
-            raise panic("range start must not be greater than end")
-
-        version = 1
-
     monkeypatch.setattr("asyncloader.sources.lance_table.find_spec", lambda _: object())
     monkeypatch.setitem(sys.modules, "lance", Damaged())
-    unknown, known = LanceTable("rows"), LanceTable("rows")
-    known._description = _LanceVersion(1, 10, "now", ())
-    monkeypatch.setattr(known, "_open", lambda _: Damaged())
-    for table, said in ((unknown, "cannot be read by lance: PanicException: range"), (known, "cannot be read: Panic")):
-        with pytest.raises(
-            ReadFailed if name == "PanicException" else panic, match=said if "Panic" in name else "range"
-        ):
-            table[0]
+    table = LanceTable("rows")
+    table._description = _LanceVersion(1, 10, "now", ())
+    monkeypatch.setattr(table, "_open", lambda _: Damaged())
+    with pytest.raises(ReadFailed if name == "PanicException" else panic, match="range start must"):
+        table[0]
 
 
 def test_forked_after_use(path: str, tmp_path: Path) -> None:
