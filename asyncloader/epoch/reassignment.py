@@ -1,4 +1,4 @@
-"""Chooses workers for tasks: the least loaded one, and others after a death, whose suspects it tracks. Pure: no I/O.
+"""Tracks the deaths of workers and the tasks that may have caused them, and chooses who tries these again. Pure.
 
 Data path: beside the scheduler, which uses `Reassignment` only after a death.
 
@@ -12,50 +12,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 
 from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied
 from asyncloader.events import Died, Poisoned, bare_index
-
-
-class WorkerChoice:
-    """The workers that may get a task, by their number of unanswered ones.
-
-    A heap whose entries may be out of date: a worker whose number changes is entered once more, and its old entries are
-    dropped when they come to the top. A worker without an entry is not found: `enter` it when its number changes, and
-    when it may get tasks again.
-
-    Args:
-        unanswered: of each worker; the caller's own list, which changes.
-    """
-
-    def __init__(self, unanswered: Sequence[int]) -> None:
-        self._unanswered = unanswered
-        self._heap = [(0, worker) for worker in range(len(unanswered))]
-        self._most = 4 * len(unanswered) + 64
-
-    def enter(self, worker: int) -> None:
-        """This worker's number has changed, or it may get tasks again."""
-        heappush(self._heap, (self._unanswered[worker], worker))
-        # Entries that are out of date are dropped only at the top, so without this the heap could grow for ever.
-        if len(self._heap) > self._most:
-            self._heap = [(number, each) for each, number in enumerate(self._unanswered)]
-            heapify(self._heap)
-
-    def least(self, active: Sequence[bool], load: Sequence[int], share: int) -> int | None:
-        """The worker to choose: of those that are active and have a load below `share`, one with the fewest unanswered
-        tasks, and of these the first. None: no worker may get a task.
-        """
-        heap = self._heap
-        while heap:
-            number, worker = heap[0]
-            if number == self._unanswered[worker] and active[worker] and load[worker] < share:
-                # Not popped: the entry holds until the worker's number changes, and `enter` then adds another.
-                return worker
-            # Also the entry of a worker that has its share: the scheduler enters it again when its load falls.
-            heappop(heap)
-        return None
-
 
 # Not two, which could still hit an innocent task by chance.
 KILLS = 3

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from asyncloader.epoch.reassignment import Reassignment, WorkerChoice, quarantined
+from asyncloader.epoch.reassignment import Reassignment, quarantined
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.store_failures import StoreFailures
 from asyncloader.epoch.stream_turns import StreamTasks
@@ -110,8 +110,6 @@ class Scheduler(StoreFailures):
         self._active = [True] * workers
         self._load = [0] * workers  # tasks assigned and not yet delivered (or void)
         self._unanswered = [0] * workers  # tasks assigned and not yet completed (or void)
-        # Reads the same list `_unanswered`, so each change of a number must be followed by `enter`.
-        self._choice = WorkerChoice(self._unanswered) if assignment == "least_loaded" else None
         self._owner: dict[int, int] = {}  # seq -> worker, for every task that is neither delivered nor void
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
@@ -244,8 +242,6 @@ class Scheduler(StoreFailures):
         self._unanswered_tasks[seq] = task
         self._load[worker] += 1
         self._unanswered[worker] += 1
-        if self._choice is not None:
-            self._choice.enter(worker)
         # Counted as the worker's already, although it is not sent yet: the other rules see where the task will be made.
         if self._recovery.active and not self._recovery.free(worker):
             self._recovery.wait(worker, seq)
@@ -254,8 +250,8 @@ class Scheduler(StoreFailures):
 
     def _choose(self) -> int | None:
         worker = None
-        if self._choice is not None:
-            worker = self._least_unanswered(self._choice)
+        if self.assignment == "least_loaded":
+            worker = self._least_unanswered()
         else:
             # torch's rule: with ``in_order=False`` the share of the workers whose streams have ended falls to the
             # others.
@@ -272,19 +268,21 @@ class Scheduler(StoreFailures):
         # An index that was pulled before `credits` was lowered: to the least loaded worker.
         return min(filter(self._active.__getitem__, range(self.workers)), key=self._load.__getitem__, default=None)
 
-    def _least_unanswered(self, choice: WorkerChoice) -> int | None:
-        if not self._recovery.active:
-            return choice.least(self._active, self._load, self._share)
-        candidates = [w for w in range(self.workers) if self._active[w] and self._load[w] < self._share]
+    def _least_unanswered(self) -> int | None:
+        load, share = self._load, self._share
+        # Nearly always there is one that may have more among the workers with the fewest: found in C, without a list.
+        least = min(range(len(load)), key=self._unanswered.__getitem__)
+        if self._active[least] and load[least] < share and not self._recovery.active:
+            return least
+        candidates = [w for w, active in enumerate(self._active) if active and load[w] < share]
         # Of workers that are being replaced, or have a suspect alone, only if there are no others: there the task must
         # wait.
-        candidates = [w for w in candidates if self._recovery.free(w)] or candidates
+        if self._recovery.active:
+            candidates = [w for w in candidates if self._recovery.free(w)] or candidates
         return min(candidates, key=self._unanswered.__getitem__, default=None)
 
     def _count(self, worker: int, change: int) -> None:
         self._unanswered[worker] += change
-        if self._choice is not None:
-            self._choice.enter(worker)
 
     def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
         """`handle` for `Completed`, as `offered`."""
@@ -298,8 +296,6 @@ class Scheduler(StoreFailures):
         task = self._unanswered_tasks.pop(seq)
         worker = self._owner[seq]
         self._unanswered[worker] -= 1
-        if self._choice is not None:
-            self._choice.enter(worker)
         deliver = Deliver(seq, worker, outcome, task.index if self._serves_streams else None)
         waiting: list[Action] = []
         if self._recovery.active:
@@ -324,9 +320,6 @@ class Scheduler(StoreFailures):
         if worker is None:
             raise ValueError(f"task {seq} was delivered twice, or before it was answered")
         self._load[worker] -= 1
-        # `WorkerChoice` drops the entry of a worker that has its share; below that it must be entered again.
-        if self._choice is not None and self._load[worker] == self._share - 1:
-            self._choice.enter(worker)
         if self.iterable:
             due = self._stream_tasks.due(self.credits, sum(self._active), len(self._owner))
             return [action for _ in range(due) for action in self.offered(None)] + self._finish_if_done()
