@@ -274,7 +274,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         try:
             self._consumer.go_on(pipeline.offer)
         except Exception:
-            self._queue.wake_one()  # another task that waits for a batch has come already
+            self._queue.wake()  # another task that waits for a batch has come already
             raise
 
     def _deliver(self, item: Deliver, waited: float) -> Any:
@@ -287,7 +287,7 @@ class AsyncLoaderIterator(Generic[B_co]):
             # Otherwise the iterator would keep the batch, and its slot, until the next delivery.
             delivery.item = delivery.batch = delivery.error = None
             if self._consumer.stalled and not self._consumer.outstanding:
-                self._queue.wake_one()  # a task that waits gets the sampler's error
+                self._queue.wake()  # a task that waits gets the sampler's error
         if batch is NO_BATCH:
             return batch
         self._yielded += 1
@@ -326,7 +326,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         """End the epoch with this item. Returns the exception to raise."""
         if isinstance(item, StoreFailed):
             self._consumer.again = item.number
-            self._queue.wake_one()  # another task that waits for a batch has come already
+            self._queue.wake()  # another task that waits for a batch has come already
             return item.error
         if isinstance(item, Finish):
             self._ended = ""

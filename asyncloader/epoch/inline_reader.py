@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
 from asyncloader.epoch.plan import InlineAssignments, worker_setup
-from asyncloader.epoch.stream_turns import StreamTurns
+from asyncloader.epoch.stream_scheduler import StreamTurns
 from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import Recorder

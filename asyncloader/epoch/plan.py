@@ -18,8 +18,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_in
 
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.epoch.stream_scheduler import StreamScheduler
-from asyncloader.epoch.stream_turns import StreamTurns
+from asyncloader.epoch.stream_scheduler import StreamScheduler, StreamTurns
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import PositionSource
 from asyncloader.state.progress import Progress

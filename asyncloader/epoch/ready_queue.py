@@ -2,7 +2,7 @@
 
 Data path: sampler -> scheduler -> worker -> reorder -> delivery -> [ready_queue] -> iterator -> the user.
 
-Several tasks may wait at a time. A task that is cancelled just after it was woken passes the wake-up on.
+Several tasks may wait at a time.
 
 The consumer of ``for`` takes an item that is ready by `popleft`: without a lock, a system call or a call of Python
 code, each of which takes 5 to 10 microseconds when the consumer's own work has driven its memory out of the caches.
@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import queue
 from collections import deque
-from contextlib import suppress
 from time import monotonic
 
 from asyncloader.bridge import SIGNALS_S
@@ -27,31 +26,30 @@ class ReadyQueue:
 
     def __init__(self) -> None:
         self.items: deque[Action] = deque()
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._waiters: list[asyncio.Future[None]] = []
         self._closed = False
 
     def put(self, item: Action) -> None:
-        """Add an item and wake one waiter. In the loop's thread."""
+        """Add an item and wake who waits. In the loop's thread."""
         if self._closed:
             discard(item)  # was in flight from another thread when the iterator was closed
             return
         self.items.append(item)
         if self._waiters:
-            self.wake_one()
+            self.wake()
 
     def give_back(self, item: Action) -> None:
         """Return the item that was taken last, because its taker was cancelled."""
         self.items.appendleft(item)
-        self.wake_one()
+        self.wake()
 
-    def wake_one(self) -> None:
-        """Wake a waiter. Also in the place of a waiter that was woken and will take no item."""
-        while self._waiters:
-            waiter = self._waiters.popleft()
-            # A waiter that was cancelled would lose the wake-up.
+    def wake(self) -> None:
+        """Wake all that wait, in the order in which they came: each looks whether there is something for it."""
+        # All, and not the first: a waiter that is cancelled just now would have to pass the wake-up on.
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
-                return
 
     def close(self) -> None:
         """Discard all items and wake all waiters, which check whether the iterator has ended."""
@@ -59,8 +57,7 @@ class ReadyQueue:
         self._closed = True
         while self.items:
             discard(self.items.popleft())
-        while self._waiters:
-            self.wake_one()
+        self.wake()
 
     async def wait(self) -> None:
         """Wait until there may be an item. The caller checks, and waits again if another task took it."""
@@ -69,12 +66,8 @@ class ReadyQueue:
         try:
             await waiter
         except asyncio.CancelledError:
-            if waiter.cancelled():
-                with suppress(ValueError):  # `close` has just taken it out
-                    self._waiters.remove(waiter)
-            else:
-                # No second wake-up comes for the item that this waiter was woken for and will not take.
-                self.wake_one()
+            with contextlib.suppress(ValueError):  # it was woken just before
+                self._waiters.remove(waiter)
             raise
 
 

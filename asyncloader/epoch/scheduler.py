@@ -33,7 +33,6 @@ from typing import Any, Literal
 from asyncloader.epoch.reassignment import Reassignment, quarantined
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.store_failures import StoreFailures
-from asyncloader.epoch.stream_turns import StreamTasks
 from asyncloader.errors import shortened
 from asyncloader.events import (
     Action,
@@ -58,6 +57,43 @@ from asyncloader.events import (
 )
 
 Assignment = Literal["round_robin", "least_loaded"]
+
+
+class _StreamTasks:
+    """The tasks of an iterable dataset: a new one for each that was delivered, more where credits were raised, none for
+    a while where they were lowered.
+
+    Args:
+        credits: outstanding tasks per worker at the beginning.
+    """
+
+    __slots__ = ("_credits", "_surplus")
+
+    def __init__(self, credits: int) -> None:
+        self._credits = credits
+        self._surplus = 0  # tasks that are too many; negative: too few
+
+    def begin(self, credits: int) -> None:
+        """The first tasks are offered: so many for each worker."""
+        self._credits = credits
+
+    def due(self, credits: int, active: int, outstanding: int) -> int:
+        """The number of tasks to offer for one that was delivered.
+
+        Args:
+            credits: outstanding tasks per worker now.
+            active: workers that still have data.
+            outstanding: tasks, without the one that was delivered.
+        """
+        if credits != self._credits:
+            self._surplus += (self._credits - credits) * active
+            self._credits = credits
+        # Workers whose data has ended took tasks along: then there are fewer already.
+        if self._surplus > 0 and outstanding >= credits * active:
+            self._surplus -= 1
+            return 0
+        more, self._surplus = -min(0, self._surplus), max(0, self._surplus)
+        return 1 + more
 
 
 class Scheduler(StoreFailures):
@@ -114,7 +150,7 @@ class Scheduler(StoreFailures):
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
-        self._stream_tasks = StreamTasks(credits)
+        self._stream_tasks = _StreamTasks(credits)
         self._recovery = Reassignment(
             workers,
             max_restarts,

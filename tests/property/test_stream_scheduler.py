@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.epoch.stream_scheduler import StreamScheduler
-from asyncloader.epoch.stream_turns import StreamTurns
+from asyncloader.epoch.stream_scheduler import StreamScheduler, StreamTurns
 from asyncloader.errors import WorkerDied
 from asyncloader.events import (
     Action,
