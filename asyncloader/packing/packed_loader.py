@@ -42,8 +42,7 @@ class PackedLoader:
 
     Args:
         loader: with ``batch_size=`` and ``collate_fn=JoinSequences(...)``.
-        drop_last: leave out the remainder of the last window: of each domain, one row that is not full. Default
-            False.
+        drop_last: leave out the remainder of the last window, a row that is not full. Default False.
         pad_to, pad_values: as of `PackSequences`.
 
     Raises:

@@ -10,7 +10,7 @@ carried to the next window only, and no farther: there it makes a row, however s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +19,8 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, whole
-from asyncloader.packing.collate import Array, PackSequences, cut, join, join_fields, token_fields
-from asyncloader.packing.sampler import OnTooLong, rule_of
+from asyncloader.packing.collate import PackSequences, join, join_fields, token_fields
+from asyncloader.packing.sampler import rule_of
 from asyncloader.samplers.argument_checks import check_positive
 
 
@@ -31,28 +31,22 @@ class Window(NamedTuple):
         fields: those with an element for each token, tensors that have the sequences one behind the other; and lists
             with a value of each sequence.
         lengths: tokens of each sequence, positive, int64.
-        domains: of each sequence; None: all are of one.
         max_tokens, strategy: see `pack`.
     """
 
     fields: dict[str, Any]
     lengths: npt.NDArray[np.int64]
-    domains: list[int | str] | None
     max_tokens: int
     strategy: Strategy
 
 
 def is_consistent(window: Window) -> bool:
     """Return whether a window is as `JoinSequences` makes it. A service's node may have made it otherwise."""
-    fields, lengths, domains, max_tokens, strategy = window
+    fields, lengths, max_tokens, strategy = window
     if not isinstance(lengths, np.ndarray) or lengths.dtype != np.int64 or lengths.ndim != 1:
         return False
     count = len(lengths)
     if not isinstance(fields, dict) or type(max_tokens) is not int or max_tokens < 1 or strategy not in STRATEGIES:
-        return False
-    if domains is not None and not (
-        isinstance(domains, list) and len(domains) == count and all(isinstance(each, int | str) for each in domains)
-    ):
         return False
     # Python's integers: the sum of hostile lengths may not fit into 64 bits.
     total = sum(lengths.tolist())
@@ -69,74 +63,43 @@ def is_consistent(window: Window) -> bool:
 class JoinSequences:
     """A `collate_fn` for loaders whose batches `PackedLoader` packs: a batch is a window of sequences.
 
-    Sequences are as `PackSequences` takes them. Those without tokens are left out.
+    Sequences are as `PackSequences` takes them. Those without tokens are left out. A sequence of more than `max_tokens`
+    tokens is an error, unless the strategy cuts sequences: shorten or drop it before, by ``decode=`` for example.
 
     Args:
         max_tokens: most tokens of a row.
         strategy: as of `PackingSampler`. Default ``"best_fit"``.
-        domain: a function from a sample to its domain, an integer or a string: a row has sequences of one domain only.
-            Default: all are of one.
-        on_too_long: for a sequence of more than `max_tokens` tokens, as of `PackingSampler`.
 
     Raises:
-        TypeError: a sequence has no field of tokens; or a domain is no integer and no string.
+        TypeError: a sequence has no field of tokens.
         ValueError: an argument is out of range; a sequence is too long; or its fields differ in length, or from those
             of other sequences.
     """
 
-    def __init__(
-        self,
-        max_tokens: int,
-        *,
-        strategy: Strategy = "best_fit",
-        domain: Callable[[Any], int | str] | None = None,
-        on_too_long: OnTooLong | None = None,
-    ) -> None:
+    def __init__(self, max_tokens: int, *, strategy: Strategy = "best_fit", **removed: Any) -> None:
+        for name in removed:
+            raise TypeError(
+                f"JoinSequences has no {name}=: domain= and on_too_long= were removed. Use a loader for each domain, "
+                "and shorten or drop long sequences by decode=; PackingSampler has both, for sequences of known lengths"
+            )
         self.max_tokens = check_positive("max_tokens", max_tokens)
         self.strategy: Strategy = strategy
-        self.domain = domain
-        self.on_too_long = rule_of(on_too_long, strategy)
+        self._splits = rule_of(None, strategy) == "split"
 
     def __call__(self, samples: Sequence[Any]) -> Window:
         """Return the window of these samples, one or more."""
-        kept: list[Any] = []
-        fields: list[dict[str, Array]] = []
-        lengths: list[int] = []
-        for number, sample in enumerate(samples):
-            own, sequence = token_fields(sample), sample
-            length = len(next(iter(own.values())))
-            if length > self.max_tokens and self.on_too_long != "split":
-                if self.on_too_long == "error":
-                    raise ValueError(_too_long(number, sample, own, length, self.max_tokens))
-                length = 0 if self.on_too_long == "skip" else self.max_tokens
-                sequence = cut(sample, 0, length)
-                own = token_fields(sequence)
-            if length:
-                kept.append(sequence)
-                fields.append(own)
-                lengths.append(length)
-        domains = None if self.domain is None else [_checked(self.domain(sequence)) for sequence in kept]
-        joined = join_fields(kept, fields) if kept else {}
-        return Window(joined, np.array(lengths, np.int64), domains, self.max_tokens, self.strategy)
-
-
-def _too_long(number: int, sample: Any, fields: Mapping[str, Any], length: int, max_tokens: int) -> str:
-    others = (
-        {name: value for name, value in sample.items() if name not in fields} if isinstance(sample, Mapping) else {}
-    )
-    named = f" ({others!r:.200})" if others else ""
-    return (
-        f"sequence {number} of the batch{named} has {length} tokens, which is more than max_tokens={max_tokens}. Raise "
-        'max_tokens, or choose on_too_long="truncate", "split" or "skip"'
-    )
-
-
-def _checked(domain: Any) -> int | str:
-    if isinstance(domain, np.integer):
-        return int(domain)
-    if not isinstance(domain, int | str):
-        raise TypeError(f"a domain should be an integer or a string, but got {domain!r:.100}")
-    return domain
+        fields = [token_fields(sample) for sample in samples]
+        lengths = np.array([len(next(iter(each.values()))) for each in fields], np.int64)
+        if not self._splits and int(lengths.max()) > self.max_tokens:
+            number = int(lengths.argmax())
+            raise ValueError(
+                f"sequence {number} of the batch has {lengths[number]} tokens, which is more than "
+                f"max_tokens={self.max_tokens}: raise that, choose a strategy that cuts sequences, or shorten or drop "
+                f"this one by decode=. It is {samples[number]!r:.200}"
+            )
+        kept = np.flatnonzero(lengths).tolist()
+        joined = join_fields([samples[each] for each in kept], [fields[each] for each in kept]) if kept else {}
+        return Window(joined, lengths[kept], self.max_tokens, self.strategy)
 
 
 Carried = list[list[int]]
@@ -254,24 +217,18 @@ class WindowPacker:
             return [], NOTHING
         slices = whole(joined.lengths, np.arange(len(joined.lengths)))
         own = 0 if self._carry is None else len(self._carry.lengths)
-        members: dict[Any, list[int]] = {}
-        for number, domain in enumerate(joined.domains or [None] * len(slices)):
-            members.setdefault(domain, []).append(number)
-        rows: list[Slices] = []
-        kept: list[Slices] = []
-        for each in members.values():
-            packed, left = pack(slices[each], joined.max_tokens, joined.strategy)
-            rows += packed
-            if len(left) and not last and (left[:, 0] >= own).all():
-                kept.append(left - (own, 0, 0))
-            elif len(left) and not (last and self._drop_last):
-                rows.append(left)
-        return rows, np.concatenate(kept) if kept else NOTHING
+        rows, left = pack(slices, joined.max_tokens, joined.strategy)
+        if len(left) and not last and (left[:, 0] >= own).all():
+            return rows, left - (own, 0, 0)
+        if len(left) and not (last and self._drop_last):
+            rows.append(left)
+        return rows, NOTHING
 
 
 def options_of(window: Window) -> dict[str, Any]:
     """Return the options of `JoinSequences` by which a window's sequences are divided among rows."""
-    return {"max_tokens": window.max_tokens, "strategy": window.strategy, "domain": window.domains is not None}
+    # Earlier versions could pack domains apart.
+    return {"max_tokens": window.max_tokens, "strategy": window.strategy, "domain": False}
 
 
 def _check(window: Any) -> None:
@@ -287,8 +244,9 @@ def _check(window: Any) -> None:
 def _check_options(saved: dict[str, Any], here: dict[str, Any]) -> None:
     for name, before in saved.items():
         if before != here[name]:
-            words = {True: "a function", False: "None"} if name == "domain" else {}
-            given, other = (f"{name}={words.get(value) or repr(value):.100}" for value in (before, here[name]))
+            if name == "domain":
+                raise StateError("the state is of rows by domain, which JoinSequences no longer makes: begin anew")
+            given, other = f"{name}={before!r:.100}", f"{name}={here[name]!r:.100}"
             raise StateError(
                 f"the state was saved with {given} of JoinSequences, which now has {other}: rows would be others; use "
                 f"{given}, or begin anew without the state"
@@ -312,12 +270,11 @@ def _join(carry: Window | None, window: Window | None) -> Window | None:
             f"all sequences should have the same fields, but some have {_named(second)}, and those before "
             f"{_named(first)}"
         )
-    domains = None if first.domains is None or second.domains is None else [*first.domains, *second.domains]
     fields = {
         name: join([first.fields[name], value]) if isinstance(value, torch.Tensor) else [*first.fields[name], *value]
         for name, value in second.fields.items()
     }
-    return second._replace(fields=fields, lengths=np.concatenate([first.lengths, second.lengths]), domains=domains)
+    return second._replace(fields=fields, lengths=np.concatenate([first.lengths, second.lengths]))
 
 
 def _take(window: Window, slices: Slices) -> Window:
@@ -331,5 +288,4 @@ def _take(window: Window, slices: Slices) -> Window:
             fields[name] = [value[number] for number in numbers]
         else:
             fields[name] = join([value[start:stop] for start, stop in bounds])
-    domains = None if window.domains is None else [window.domains[number] for number in numbers]
-    return window._replace(fields=fields, lengths=slices[:, 2] - slices[:, 1], domains=domains)
+    return window._replace(fields=fields, lengths=slices[:, 2] - slices[:, 1])

@@ -46,7 +46,7 @@ def texts(asynchronous: bool = False) -> Any:
 @asyncloader.definition
 def windows(max_tokens: int = 128) -> Any:
     """Sequences that are packed where they are read."""
-    return Texts(), {"collate_fn": asyncloader.JoinSequences(max_tokens, domain=parity_of)}
+    return Texts(), {"collate_fn": asyncloader.JoinSequences(max_tokens)}
 
 
 @asyncloader.definition
@@ -61,8 +61,3 @@ def window_shards(folder: str) -> Any:
 def text_of_line(sample: Any) -> Any:
     """Return the sequence of a line."""
     return text_of_number(int(sample["n"]))
-
-
-def parity_of(sample: Any) -> int:
-    """Return a sequence's domain."""
-    return int(sample["id"]) % 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -161,6 +162,7 @@ def test_max_sample_bytes() -> None:
 
 def test_wrong_arguments() -> None:
     """Offsets and limits are checked when the reader is made."""
+    options: dict[str, Any]
     for options in ({"start": -1}, {"stop": -1}, {"max_sample_bytes": 0}):
         with pytest.raises(ValueError, match=r"offsets|at least"):
             JsonlReader(URL, **options)
