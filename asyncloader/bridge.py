@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import copy_context
 from time import monotonic
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from asyncloader.errors import LoaderClosed
 from asyncloader.process_hooks import THIS_PROCESS, own_pid
@@ -35,8 +35,6 @@ except ImportError:  # not on Windows, and not required elsewhere
     uvloop = None  # type: ignore[assignment]
 
 T = TypeVar("T")
-
-_Outcome: TypeAlias = tuple[T | None, BaseException | None]
 
 _GONE = "the loader's event loop is gone: {}; make a new iterator"
 _CLOSED = _GONE.format("it was closed")
@@ -348,40 +346,32 @@ async def in_thread(function: Callable[[], T]) -> T:
     its error, is dropped. The context is a copy of the caller's.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[_Outcome[T]] = loop.create_future()
-    thread = threading.Thread(
-        target=copy_context().run, args=(_call, loop, done, function), name="asyncloader-call", daemon=True
-    )
+    done: asyncio.Future[None] = loop.create_future()
+    outcome: list[tuple[T | None, BaseException | None]] = []
+
+    def call() -> None:
+        try:
+            outcome.append((function(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+
+    thread = threading.Thread(target=copy_context().run, args=(call,), name="asyncloader-call", daemon=True)
     try:
         thread.start()
     except RuntimeError:  # at exit
         return function()
-    result, error = await done
+    await done
     # Passing the outcome on is the thread's last act, so this hardly holds up the loop.
     thread.join()
+    result, error = outcome.pop()
     if error is not None:
         try:
             raise error
         finally:
-            del done, error  # the error refers to this frame
+            del error  # it refers to this frame
     return cast("T", result)
-
-
-def _call(loop: asyncio.AbstractEventLoop, done: asyncio.Future[_Outcome[T]], function: Callable[[], T]) -> None:
-    """In the thread."""
-    outcome: _Outcome[T]
-    try:
-        outcome = function(), None
-    except BaseException as error:
-        outcome = None, error
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(_set, done, outcome)
-    del done, outcome  # an error refers to this frame
-
-
-def _set(done: asyncio.Future[_Outcome[T]], outcome: _Outcome[T]) -> None:
-    if not done.done():
-        done.set_result(outcome)
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:
