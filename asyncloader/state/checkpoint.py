@@ -27,15 +27,17 @@ from asyncloader.samplers.generators import own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler
 from asyncloader.samplers.positions import AS_A_SET, as_a_set
 from asyncloader.state.cursors import (
+    Prospect,
+    after_an_epoch,
     continue_generator,
     described_options,
     expectations,
     length_or_none,
+    of_a_first_epoch,
     reads_by_chance,
     sharing_ranks,
 )
 from asyncloader.state.epoch_counter import EpochClock, Tally
-from asyncloader.state.next_epoch import Prospect, after_an_epoch, of_a_first_epoch
 from asyncloader.state.progress import Progress
 from asyncloader.state.schema import (
     check_exact,

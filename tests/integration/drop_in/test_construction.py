@@ -23,8 +23,8 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader import AsyncDataLoader, DataLoader, Tuning
 from tests.helpers.comparing import assert_same
-from tests.helpers.datasets import AsyncNumbers, CountedStream, Images, Numbers, Pids, UnevenStream, collate_strings
-from tests.helpers.frameworks import DictCopy, DictCopyOfTorchsType, OneIteratorForAllEpochs, epoch, public, rebuilt
+from tests.helpers.datasets import CountedStream, Images, Numbers, Pids, UnevenStream, collate_strings
+from tests.helpers.frameworks import DictCopy, DictCopyOfTorchsType, OneIteratorForAllEpochs, epoch, public
 from tests.helpers.running import Deaths, await_our_threads, collect, run_async
 from tests.torch_versions import needs_torch
 
@@ -89,15 +89,6 @@ def test_point_03_own_options_are_the_callers_objects(make: Any) -> None:
     loader = make(Numbers(8), num_workers=1, tuning=tuning, concurrency=concurrency)
     assert loader.tuning is tuning
     assert loader.concurrency is concurrency
-
-
-def test_point_03_own_options_survive_rebuilding() -> None:
-    """A loader that is rebuilt from `vars` and the signature keeps our options (Lightning's predict)."""
-    own: dict[str, Any] = {"tuning": Tuning(ring_bytes="1MiB"), "concurrency": Mebibytes(7)}
-    old = DataLoader[Any](Numbers(8), batch_size=2, num_workers=1, **own)
-    new = rebuilt(old, batch_sampler=BatchSampler(range(8), batch_size=2, drop_last=False))
-    assert (new.tuning, new.concurrency, new.num_workers) == (own["tuning"], 7, 1)
-    assert_same(list(new), list(old))
 
 
 # ------------------------------------------------------------------------------------------- 4
@@ -226,17 +217,6 @@ def test_point_06_an_async_sampler_is_seen_as_a_plain_one(make: Any, workers: in
         loader.sampler.set_epoch(number)
         order = [(i + number) % 7 for i in range(7)]
         assert_same(epoch(loader), collect("torch", Numbers(7), sampler=order, batch_size=3))
-
-
-@BOTH_CLASSES
-@pytest.mark.parametrize("workers", [0, 2])
-def test_point_06_batch_samplers_are_rebuilt_by_their_constructor(make: Any, workers: int) -> None:
-    """`type(batch_sampler)(sampler, batch_size=, drop_last=)` works for plain and async samplers."""
-    for sampler in (Rotated(7), RandomSampler(range(7))):
-        old = make(Numbers(7), sampler=sampler, batch_size=3, num_workers=workers)
-        again = type(old.batch_sampler)(old.sampler, batch_size=2, drop_last=True)
-        batches = epoch(old.clone(batch_sampler=again))
-        assert [len(batch) for batch in batches] == [2, 2, 2]
 
 
 # ------------------------------------------------------------------------------------------- 7
@@ -391,12 +371,3 @@ def test_point_09_the_dict_may_be_copied(wrapper: Any, persistent: bool, used: b
     deaths.wait()
     await_our_threads()  # one of these threads reaps the processes
     assert not multiprocessing.active_children()
-
-
-@BOTH_CLASSES
-def test_point_09_an_async_dataset_pickles_with_its_loader(make: Any) -> None:
-    """A pickled loader keeps our extensions: an async dataset and our options."""
-    loader = make(AsyncNumbers(4), num_workers=1, concurrency=2)
-    twin = pickle.loads(pickle.dumps(loader))
-    assert twin.concurrency == 2
-    assert_same(epoch(twin), epoch(loader))

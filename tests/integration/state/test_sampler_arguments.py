@@ -173,17 +173,3 @@ def test_other_words_for_the_same_order(sampler: Any, options: dict[str, Any], c
         with loader(sampler, **second) as later:
             later.load_state_dict(state)
             assert str(list(later)) == str(rest)
-
-
-def test_states_of_before() -> None:
-    """A state without the arguments, of an earlier version, fits as it did."""
-    options, _ = SAMPLERS[MixtureSampler]
-    with loader(MixtureSampler, **options) as before:
-        batches = iter(before)
-        next(batches)
-        state = before.state_dict()
-        rest = list(batches)
-    del state["arguments"]
-    with loader(MixtureSampler, **options) as later:
-        later.load_state_dict(state)
-        assert str(list(later)) == str(rest)
