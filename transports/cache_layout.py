@@ -5,7 +5,7 @@ Data path: cached -> cache_store -> [cache_layout].
     cache_dir/asyncloader-cache-1/
         CACHEDIR.TAG            identifies the directory, for backup programs that skip caches
         used                    bytes in use; see `cache_usage`
-        lock                    locked by the process that evicts
+        lock, cleaning          locked by the process that evicts, or deletes the remains of dead writers
         fills/U.V.CHARGE        a block that is being written; locked while its writer lives
         objects/UUU/U.V         a block: its bytes, then its footer. U and V are hashes of URL and ETag
 

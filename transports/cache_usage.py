@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 from asyncloader.telemetry.counters import count
@@ -104,13 +104,12 @@ class CacheUsage:
         self.limit = limit
         self._root = root
         self._counts = counts
-        self._path = os.path.join(root, "used")
 
     def start(self) -> None:
         """Clean up after dead processes; count the files if that was not done."""
         if self.total() is None and not self._tidy():
             # Another process holds the lock, and counts: until then, nothing could be reserved.
-            with self._lock(wait=True):
+            with self._locked("lock"):
                 pass
         self._clean()
 
@@ -147,26 +146,18 @@ class CacheUsage:
     @contextmanager
     def _numbers(self, flags: int) -> Generator[tuple[int, tuple[int, int] | None]]:
         """Lock the file of the numbers; None: they are missing or damaged."""
-        try:
-            descriptor = open_regular(self._path, flags)
-        except FileNotFoundError:
-            if flags & os.O_CREAT:
-                raise  # the folder was deleted
+        if not flags & os.O_CREAT and not os.path.lexists(os.path.join(self._root, "used")):
             yield -1, None
             return
-        try:
-            wait_for_lock(descriptor)
+        with self._locked("used", flags) as descriptor:
             record = os.pread(descriptor, _NUMBERS.size + 1, 0)
             found: tuple[int, int] = _NUMBERS.unpack(record) if len(record) == _NUMBERS.size else (0, 1)
             yield descriptor, found if found[0] >= found[1] else None
-        finally:
-            unlock(descriptor)  # see `_lock`
-            os.close(descriptor)
 
     def _tidy(self) -> bool:
         """Count the actual files, evict, and begin the numbers anew; False if another process is doing that."""
-        with self._lock() as locked:
-            if not locked:
+        with self._locked("lock", wait=False) as lock:
+            if lock < 0:
                 return False
             # Additions from here on may be of files that are not counted below: they are added to the total.
             with self._numbers(os.O_RDWR) as (_, found):
@@ -189,12 +180,13 @@ class CacheUsage:
             return True
 
     @contextmanager
-    def _lock(self, *, wait: bool = False) -> Generator[bool]:
-        descriptor = open_regular(os.path.join(self._root, "lock"), os.O_RDWR | os.O_CREAT)
+    def _locked(self, name: str, flags: int = os.O_RDWR | os.O_CREAT, *, wait: bool = True) -> Generator[int]:
+        """Open and lock a file of the cache, and give its descriptor; -1: another process has the lock."""
+        descriptor = open_regular(os.path.join(self._root, name), flags)
         try:
             if wait:
                 wait_for_lock(descriptor)
-            yield wait or try_lock(descriptor)
+            yield descriptor if wait or try_lock(descriptor) else -1
         finally:
             unlock(descriptor)  # a child that was forked meanwhile has the descriptor, and would hold the lock, too
             os.close(descriptor)
@@ -217,16 +209,9 @@ class CacheUsage:
             if charged is not None and file.is_file(follow_symlinks=False):
                 yield charged, file.path
 
-    @contextmanager
-    def cleaning(self) -> Generator[None]:
+    def cleaning(self) -> AbstractContextManager[int]:
         """Hold while the files in ``fills`` are cleaned up, or must not be: that locks each of them for a moment."""
-        descriptor = os.open(os.path.join(self._root, "fills"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            wait_for_lock(descriptor)
-            yield
-        finally:
-            unlock(descriptor)  # see `_lock`
-            os.close(descriptor)
+        return self._locked("cleaning")
 
     def _clean(self) -> None:
         """Delete the files of dead writers in ``fills``. Their bytes stay recorded until the next rewrite."""

@@ -84,25 +84,6 @@ async def test_cancelled_read_ranges_cancels_its_requests() -> None:
     assert (transport.in_flight, transport.cancelled) == (0, 3)
 
 
-async def test_a_cancelled_caller_takes_the_calls_with_it() -> None:
-    """No call outlives its caller."""
-    begun, ended = asyncio.Event(), asyncio.Event()
-
-    async def waits() -> None:
-        begun.set()
-        try:
-            await asyncio.get_running_loop().create_future()
-        finally:
-            ended.set()
-
-    task = asyncio.create_task(gather_all([waits()]))
-    await begun.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert ended.is_set()
-
-
 async def test_a_failure_keeps_no_results() -> None:
     """The error and the results of the other calls are freed with the error's last use, not by the collector."""
 

@@ -115,8 +115,8 @@ def test_an_eviction_in_another_process_is_not_waited_for(folder: Path) -> None:
     store, other = opened(folder, 2 * 4096), opened(folder, 2 * 4096)
     put(store, "a")
     put(store, "b")
-    with store.usage._lock() as locked:
-        assert locked
+    with store.usage._locked("lock", wait=False) as lock:
+        assert lock >= 0
         put(other, "c")
         assert held(other, "c") is None
     put(other, "c")
@@ -128,7 +128,7 @@ def test_a_child_forked_during_an_eviction_does_not_hold_the_lock(folder: Path) 
     store = opened(folder)
     put(store, "a")
     reading, writing = os.pipe()
-    with store.usage._lock():
+    with store.usage._locked("lock"):
         child = os.fork()
         if not child:
             os.close(writing)
@@ -136,8 +136,8 @@ def test_a_child_forked_during_an_eviction_does_not_hold_the_lock(folder: Path) 
             os._exit(0)
     os.close(reading)
     try:
-        with store.usage._lock() as locked:
-            assert locked
+        with store.usage._locked("lock", wait=False) as lock:
+            assert lock >= 0
     finally:
         os.close(writing)
         os.waitpid(child, 0)
@@ -156,7 +156,7 @@ def test_the_usage_file_of_another_process_is_waited_for(folder: Path, monkeypat
 
     monkeypatch.setattr("asyncloader.transports.cache_usage.wait_for_lock", wait)
     thread = threading.Thread(target=put, args=(other, "b"))
-    with store.usage._lock():
+    with store.usage._locked("lock"):
         thread.start()
         assert waiting.wait(60)
         (folder / ROOT_NAME / "used").write_bytes(bytes(16))
