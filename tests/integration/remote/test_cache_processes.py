@@ -20,7 +20,7 @@ from tests import script_server
 from tests.helpers import cache_process
 from tests.helpers.cache_process import OBJECTS, content
 from tests.helpers.forking import fork
-from tests.helpers.running import PATIENCE_S, ROOT, environment, run_script
+from tests.helpers.running import PATIENCE_S, ROOT, environment
 
 LIMIT = 600_000  # about half of the size of all objects of `cache_process`
 
@@ -149,90 +149,6 @@ def test_processes_that_want_the_same_block(tmp_path: Path, end: str) -> None:
             assert finish(process) == ["right", str(int(not took_over)), str(missed + took_over)]
     assert files(tmp_path, "fills") == []
     assert sorted(file.stat().st_size > 1000 for file in files(tmp_path, "objects")) == [False, True, True]
-
-
-FULL_DISK = """
-    import asyncio, os, resource, warnings
-    from asyncloader.transports import CachedTransport, MemoryTransport
-    from asyncloader.transports.cache_layout import ROOT_NAME
-
-    objects = {f"small{n}": os.urandom(1000) for n in range(5)} | {f"large{n}": os.urandom(3 << 20) for n in range(5)}
-
-    async def drain(chunks):
-        return b"".join([chunk async for chunk in chunks])
-
-    async def main(way):
-        folder = f"cache-{way}"
-        transport = CachedTransport(MemoryTransport(objects), "memory://", folder)
-        async with transport:
-            async def get(path):
-                return await (transport.read(path) if way == "read" else drain(transport.stream(path)))
-
-            for path in ["small0", "large0", "large1", "small1", "small0"]:
-                assert await get(path) == objects[path], path
-            for found, path in zip(await asyncio.gather(*map(get, objects)), objects):
-                assert found == objects[path], path
-            assert transport.cache_counts.hits == 2, transport.cache_counts
-        left = [name for _, _, names in os.walk(f"{folder}/{ROOT_NAME}/objects") for name in names]
-        assert len(left) == 2, left  # small0, and the size of large0
-        assert os.listdir(f"{folder}/{ROOT_NAME}/fills") == []
-
-    # No file may grow past 1 MiB: the system's answer is that of a full disk, but for its number.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for way in ["read", "stream"]:
-            asyncio.run(main(way))
-    for warning in caught:
-        print(warning.category.__name__, warning.message)
-"""
-
-
-@pytest.mark.thorough
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """Every byte is returned, cached objects stay, nothing incomplete is left, with one warning per directory."""
-    ended = run_script(tmp_path, FULL_DISK)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    first, second = ended.stdout.splitlines()
-    for text, way in [(first, "read"), (second, "stream")]:
-        assert text.startswith("RuntimeWarning caching in")
-        assert f"cache-{way}" in text
-        assert "File too large" in text
-
-
-READ_ONLY = """
-    import asyncio, os, warnings
-    from asyncloader.transports import CachedTransport, MemoryTransport
-
-    async def main():
-        transport = CachedTransport(MemoryTransport({"a": b"bytes"}), "memory://", "cache")
-        async with transport:
-            for _ in range(3):
-                assert await transport.read("a") == b"bytes"
-        assert transport.cache_counts.hits == 0
-
-    os.mkdir("cache", 0o555)
-    if not os.geteuid():
-        os.seteuid(65534)  # the superuser may write anywhere
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        asyncio.run(main())
-        asyncio.run(main())
-    assert os.listdir("cache") == []
-    for warning in caught:
-        print(warning.category.__name__, warning.message)
-"""
-
-
-@pytest.mark.thorough
-def test_a_directory_that_cannot_be_written_to(tmp_path: Path) -> None:
-    """Reads still work, with one warning in the process, and the directory does not change."""
-    tmp_path.chmod(0o755)
-    ended = run_script(tmp_path, READ_ONLY)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    (text,) = ended.stdout.splitlines()
-    assert text.startswith("RuntimeWarning caching in")
-    assert "Permission denied" in text
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

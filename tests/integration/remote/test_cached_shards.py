@@ -181,26 +181,6 @@ def test_samples_and_reads_that_fail(name: str, tmp_path: Path) -> None:
     run_async(run())
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", MAKERS)
-def test_a_shard_that_is_replaced_between_epochs(name: str, workers: int, tmp_path: Path) -> None:
-    """The shard's new version is read, and cached; nothing of the old version is returned."""
-
-    async def run() -> None:
-        async with serving_http() as store:
-            url = fill(store, name, first=1000)
-            dataset = RemoteIterableDataset(url, cache_dir=tmp_path)
-            options: dict[str, Any] = OPTIONS | {"num_workers": workers, "decode": number_of}
-            async with AsyncDataLoader[Any](dataset, **options) as loader:
-                for first in (1000, 2000, 2000):
-                    fill(store, name, first)
-                    downloaded(store)
-                    assert sorted(await numbers_of(loader)) == [*range(first, first + COUNT)]
-                assert downloaded(store) == {}
-
-    run_async(run())
-
-
 @pytest.mark.parametrize("name", MAKERS)
 def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
     """A truncated or changed block is read from the store again, and no other block is."""
@@ -220,23 +200,6 @@ def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
                     data = bytearray(file.read_bytes())
                     data[draw.randrange(len(data) - 100)] ^= 1
                     file.write_bytes(data if turn else data[:1000])
-
-    run_async(run())
-
-
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("limit", "nbytes"), [("100kB", 100_000), ("1.5MiB", 3 << 19)])
-def test_a_bound_that_holds_no_shard(name: str, limit: str, nbytes: int, tmp_path: Path) -> None:
-    """Everything is read, and the cache stays within the bound."""
-
-    async def run() -> None:
-        async with serving_http() as store:
-            dataset = RemoteIterableDataset(fill(store, name), cache_dir=tmp_path, cache_bytes=limit)
-            async with AsyncDataLoader[Any](dataset, **OPTIONS, decode=number_of) as loader:
-                for _ in range(2):
-                    assert sorted(await numbers_of(loader)) == [*range(COUNT)]
-                    files = [file for file in (tmp_path / ROOT_NAME).rglob("*.*") if file.is_file()]
-                    assert sum(file.stat().st_size for file in files) <= nbytes
 
     run_async(run())
 
