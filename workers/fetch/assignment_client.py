@@ -31,18 +31,6 @@ class AssignmentReply(NamedTuple):
     last: bool = False
 
 
-class Values(Protocol):
-    """How plain values become bytes; a part of `MessageCodec`."""
-
-    def dumps(self, value: Any, /) -> bytes:
-        """Pack a value."""
-        ...
-
-    def loads(self, data: bytes, /) -> Any:
-        """Unpack a value."""
-        ...
-
-
 class AssignmentSource(Protocol):
     """Provides one worker stream with assignments."""
 
@@ -76,11 +64,11 @@ class ChannelAssignments:
     Args:
         key: the seed of the shuffle buffer.
         send: sends a frame.
-        values: how they travel.
+        values: how they travel: a `MessageCodec`.
         epoch: the pool's number for the epoch.
     """
 
-    def __init__(self, key: int, send: Callable[[bytes], None], values: Values, epoch: int) -> None:
+    def __init__(self, key: int, send: Callable[[bytes], None], values: Any, epoch: int) -> None:
         self.key = key
         self._send = send
         self._values = values
@@ -129,10 +117,10 @@ class WorkerAssignments:
 
     Args:
         send: sends a frame.
-        values: how they travel.
+        values: how they travel: a `MessageCodec`.
     """
 
-    def __init__(self, send: Callable[[bytes], None], values: Values) -> None:
+    def __init__(self, send: Callable[[bytes], None], values: Any) -> None:
         self._send = send
         self._values = values
         self._newest: ChannelAssignments | None = None

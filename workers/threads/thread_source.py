@@ -283,28 +283,17 @@ def is_shared(dataset: Any, *, iterable: bool) -> bool:
 
 
 def own_copy(dataset: Any) -> Any:
-    """Return a copy for one worker. Of a plain object that cannot be copied as a whole, each attribute that can be
-    copied is, and the others (locks, connections) are shared.
+    """Return a copy for one worker.
 
     Raises:
-        TypeError: it cannot be copied at all.
+        TypeError: it cannot be copied.
     """
     try:
         return copy.deepcopy(dataset)
     except Exception as error:
-        try:
-            made = object.__new__(type(dataset))
-            attributes = vars(dataset)
-        except TypeError:
-            raise TypeError(
-                f"each worker thread needs a {type(dataset).__name__} of its own, because it has a position, a state "
-                f"or an event loop, and it cannot be copied: {type(error).__name__}: {error}. Give its class a "
-                "__deepcopy__, or use worker processes"
-            ) from error
-    memo: dict[int, Any] = {id(dataset): made}
-    for name, value in attributes.items():
-        try:
-            made.__dict__[name] = copy.deepcopy(value, memo)
-        except Exception:
-            made.__dict__[name] = value
-    return made
+        # Not copied in part: threads that shared an open file would take samples from one another.
+        raise TypeError(
+            f"each worker thread needs a {type(dataset).__name__} of its own, because it has a position, a state "
+            f"or an event loop, and it cannot be copied: {type(error).__name__}: {error}. Give its class a "
+            "__deepcopy__, or use worker processes"
+        ) from error

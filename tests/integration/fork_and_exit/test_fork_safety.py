@@ -244,3 +244,15 @@ def test_a_fork_while_a_worker_is_replaced(kind: str) -> None:
         held.clear()
 
     assert epoch(kind, at((0, 3, 11, 30), kills), seed=3, max_worker_restarts=1000) == expected(40)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_a_child_with_spawned_workers_of_its_own(method: str) -> None:
+    """The child's own loader works, too, where the workers of parent and child are spawned, or are forked by a fork
+    server of each process.
+    """
+
+    def child() -> None:
+        assert epoch("sync", lambda _: None, n=10, multiprocessing_context=method) == expected(10)
+
+    assert epoch("sync", at((3,), lambda _: fork(child).wait()), multiprocessing_context=method) == expected(40)

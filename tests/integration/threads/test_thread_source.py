@@ -69,10 +69,10 @@ def test_order_and_batches_are_torchs(kind: str, dataset: Any, options: dict[str
 
 
 class Counting(IterableDataset[Any]):
-    """Its position is its own attribute, and it holds a lock, which cannot be copied."""
+    """Its position is its own attribute."""
 
     def __init__(self, length: int) -> None:
-        self.position, self.length, self.lock, self.seen = 0, length, threading.Lock(), list[int]()
+        self.position, self.length, self.seen = 0, length, list[int]()
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -80,8 +80,7 @@ class Counting(IterableDataset[Any]):
         assert info.dataset is self
         self.position = info.id
         while self.position < self.length:
-            with self.lock:
-                self.seen.append(self.position)
+            self.seen.append(self.position)
             yield self.seen[-1]
             self.position += info.num_workers
 
@@ -127,6 +126,9 @@ def test_a_stream_with_a_position_is_each_workers_own() -> None:
     got = [int(each) for batch in epoch("sync", dataset, batch_size=4, **THREADED) for each in batch]
     assert sorted(got) == list(range(30))
     assert (dataset.position, dataset.seen) == (0, [])
+    vars(dataset)["lock"] = threading.Lock()
+    with pytest.raises(TypeError, match="needs a Counting of its own, .* cannot pickle .*lock.* __deepcopy__"):
+        epoch("sync", dataset, batch_size=4, **THREADED)
 
 
 @pytest.mark.parametrize("make", [DataLoader, StatefulDataLoader])
