@@ -127,7 +127,7 @@ def test_a_stream_with_a_position_is_each_workers_own() -> None:
     assert sorted(got) == list(range(30))
     assert (dataset.position, dataset.seen) == (0, [])
     vars(dataset)["lock"] = threading.Lock()
-    with pytest.raises(TypeError, match="needs a Counting of its own, .* cannot pickle .*lock.* __deepcopy__"):
+    with pytest.raises(TypeError, match=r"needs a Counting of its own, .* cannot pickle .*lock.* __deepcopy__"):
         epoch("sync", dataset, batch_size=4, **THREADED)
 
 
