@@ -41,41 +41,6 @@ _WORTH_COUNTING = 256
 class Statistics(LoaderFigures):
     """Counters of one loader over all of its iterators."""
 
-    __slots__ = (
-        *COUNTED,
-        "__weakref__",
-        "_before",
-        "_cpu_mark",
-        "_first_begun",
-        "_lock",
-        "_look_at",
-        "_mark",
-        "_nodes",
-        "_note_consumer",
-        "_note_wait",
-        "_starting",
-        "_told_slow_start",
-        "_workers",
-        "busy_s",
-        "elapsed_s",
-        "epochs",
-        "look_closely_at",
-        "main_cpu_s",
-        "newest_skipped",
-        "note_order",
-        "note_sampler",
-        "note_transfer",
-        "pickled",
-        "recorder",
-        "ring_needed",
-        "silent",
-        "tell",
-        "trace",
-        "untold",
-        "waiting_since",
-        "worker_s",
-    )
-
     def __init__(self) -> None:
         for name in COUNTED:
             setattr(self, name, 0)
@@ -251,10 +216,6 @@ class Statistics(LoaderFigures):
         node["batches"] += 1
         node["bytes"] += nbytes
         node["busy_s"] += busy
-
-    def times(self) -> tuple[float, float]:
-        """Seconds of iterating, up to the newest batch, and of these, seconds that the consumer waited."""
-        return self.elapsed_s, self.wait_s
 
     def others_cpu(self) -> float:
         """CPUs that other programs used on average since the first iterator began; 0 where that is unknown."""

@@ -329,6 +329,23 @@ def test_waiting_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture, mon
     assert "waits for another process to write" in caplog.text
 
 
+def test_a_claim_that_is_waited_for(tmp_path: Path) -> None:
+    """It is of the file that has the name: that of the owner before is deleted when its lock is free."""
+    path, found = str(tmp_path / "x"), list[bool]()
+
+    def read() -> None:
+        with claim(path, float("inf")):
+            found.append(Path(f"{path}.asyncloader_claim").exists())
+
+    with claim(path, 0):
+        waiting = threading.Thread(target=read)
+        waiting.start()
+        waiting.join(0.2)
+        assert not found
+    waiting.join(60)
+    assert found == [True]
+
+
 def test_a_writer_that_is_killed(tmp_path: Path) -> None:
     """No process waits for it, its half-written file is not taken for complete, and none of its files stay."""
     graph = cached(tmp_path, numbers(1))
