@@ -277,13 +277,8 @@ _said_of: ContextVar[Collection[str] | None] = ContextVar("_said_of", default=No
 
 
 ABOUT_DATASET = ("concurrency", "decode_threads", "reorder_window")
-"""Options that have an effect, or none, depending on the kind of the dataset."""
-
-
-def options_about_dataset() -> list[str]:
-    """Those of `ABOUT_DATASET` that a `warn_only_of` around this leaves."""
-    names = _said_of.get()
-    return [name for name in ABOUT_DATASET if names is None or name in names]
+"""Options that have an effect, or none, depending on the kind of the dataset. Of a service's dataset, which is unknown
+when a loader is made, nothing is said of them."""
 
 
 @contextlib.contextmanager

@@ -37,7 +37,6 @@ from asyncloader.options.checks import (
     check_numbers,
     checks_of,
     is_seed,
-    options_about_dataset,
     warn_without_effect,
 )
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened, unknown_option
@@ -293,7 +292,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         if unknown:
             # Not left in the instance: in the class, `AskedAttribute` asks a node.
             attributes = {name: vars(self).pop(name) for name in DEPENDING}
-            vars(self)["_asyncloader_unknown"] = Unknown(arguments, options_about_dataset(), attributes)
+            vars(self)["_asyncloader_unknown"] = Unknown(arguments, attributes)
         self.__dict__["_asyncloader_made"] = True  # our options are fixed from here on
 
     def _asyncloader_make(self, arguments: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ again. Other loaders have the attributes in the instance, where Python finds the
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncloader.options.checks import warn_only_of
@@ -28,12 +27,10 @@ class Unknown(NamedTuple):
 
     Attributes:
         arguments: the constructor's.
-        warned_of: the options of which to warn once the dataset is known.
         attributes: those that depend on the dataset, as torch's constructor made them for a map dataset.
     """
 
     arguments: dict[str, Any]
-    warned_of: Collection[str]
     attributes: dict[str, Any]
 
 
@@ -73,7 +70,7 @@ def ask_dataset(spec: LoaderSpec[Any]) -> None:
 
     # Another loader: if the arguments do not fit the dataset, this loader stays as it was, and can be asked again.
     known = LoaderSpec.__new__(LoaderSpec)
-    with warn_only_of(unknown.warned_of):
+    with warn_only_of(()):  # the constructor has warned
         known._asyncloader_make({**unknown.arguments, "dataset": unknown.attributes["dataset"].ask()})
     # Another thread may have asked at the same time, and have begun an epoch of the dataset that it has set.
     if "_asyncloader_unknown" in vars(spec):
