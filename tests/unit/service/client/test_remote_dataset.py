@@ -136,7 +136,7 @@ def test_arguments_that_do_not_go_with_the_dataset(node: Node) -> None:
 
 
 def test_options_without_an_effect(node: Node) -> None:
-    """The constructor warns, once; of options whose effect depends on the dataset, which it does not know, it does not."""
+    """The constructor warns, once; not of options whose effect depends on the dataset, which it does not know."""
     node.info = STREAM
     with pytest.warns(NoEffectWarning, match="device_prefetch=3 does nothing without device="):
         early = DataLoader[Any](definitions.numbers(), device_options=DeviceOptions(device_prefetch=3), **OPTIONS)
