@@ -222,10 +222,7 @@ def _handshake(service: Service, defined: Defined, address: str, place: Any, clo
             text, final = "it asks for a certificate: set Service(tls_cert=, tls_key=)", True
         elif "ALERT" in reason:
             why = reason.partition("ALERT_")[2].replace("_", " ").lower()
-            text = (
-                f"it refuses the certificate tls_cert={service.tls_cert!r} ({why}): give one that is valid, and that "
-            )
-            text, final = text + "an authority of the node's --tls-ca has signed", True
+            text, final = f"it refuses the certificate tls_cert={service.tls_cert!r} ({why}): see its --tls-ca", True
         raise Unreachable(f"{address}: {line_of(str(text), _MOST_TEXT)}", final=final) from None
 
 

@@ -351,8 +351,6 @@ def _place(workers: Any) -> Any:
     Raises:
         TypeError, ValueError: it names none.
     """
-    from difflib import get_close_matches
-
     from asyncloader.service.protocol.address import Service
 
     if isinstance(workers, str) and ":" in workers:
@@ -362,9 +360,6 @@ def _place(workers: Any) -> Any:
     hint = ""
     if workers == "shared":
         hint = "It was removed: start asyncloader serve --listen unix:/path before the ranks, and give its address. "
-    elif isinstance(workers, str):
-        near = get_close_matches(workers.strip().lower(), [THREADS], n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
     elif isinstance(workers, int) and workers > 1:
         hint = f"Did you mean num_workers={workers}? "
     elif isinstance(workers, list | tuple | set):

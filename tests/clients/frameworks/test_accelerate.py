@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from asyncloader.integrations.accelerate import log_stats, prepare
 from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, seed_all, workers_of_now
 from tests.helpers.comparing import assert_same
-from tests.helpers.running import run_script
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
 
@@ -147,41 +145,6 @@ def test_training_gives_the_weights_of_stock_accelerate() -> None:
                     optimizer.zero_grad()
         weights.append(model.state_dict())
     assert_same(weights[1], weights[0])
-
-
-@pytest.mark.thorough
-def test_gather_in_two_processes(tmp_path: Path) -> None:
-    """Two ranks share the dataset; `gather_for_metrics` drops the rows that fill up the last batch."""
-    done = run_script(
-        tmp_path,
-        """
-        import warnings
-        import torch
-        from accelerate import Accelerator, debug_launcher
-
-        def main():
-            from asyncloader import DataLoader
-            from asyncloader.integrations.accelerate import log_stats, prepare
-            accelerator = Accelerator(cpu=True)
-            assert accelerator.num_processes == 2
-            loader = prepare(accelerator, DataLoader(torch.arange(21), 4, num_workers=1))
-            assert type(loader.base_dataloader) is DataLoader
-            seen = []
-            for batch in loader:
-                assert len(batch) == 4
-                seen += accelerator.gather_for_metrics(batch).tolist()
-            assert sorted(seen) == list(range(21)), seen
-            assert loader.base_dataloader.stats()["data/batches"] == 3
-            accelerator.end_training()
-
-        if __name__ == "__main__":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # multiprocessing and gloo have opinions on forking
-                debug_launcher(main, num_processes=2)
-            print("done")
-        """,
-    )
-    assert done.stdout.strip().endswith("done"), done.stderr
 
 
 # -------------------------------------------------------------------------------------------- trackers

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,12 +8,12 @@ import accelerate
 import pytest
 import torch
 from accelerate import DataLoaderConfiguration
-from accelerate.data_loader import DataLoaderShard, SkipDataLoader
+from accelerate.data_loader import DataLoaderShard
 
 import asyncloader
-from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
+from asyncloader.integrations.accelerate import adopt, skip_first_batches
 from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs
-from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given
+from tests.clients.frameworks.helping import Rows, RowStream, batches_given
 from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
@@ -34,14 +33,6 @@ def test_skip_first_batches_of_a_prepared_loader(shuffle: bool) -> None:
     assert len(list(got)) == 3
     assert batches_given(inside) == 6
     assert len(list(ours)) == 5
-
-
-def test_skip_first_batches_of_a_plain_loader() -> None:
-    """An unprepared loader of ours gives an unprepared loader of ours."""
-    got = skip_first_batches(OURS(Rows(36), 8, num_workers=2, **OWN), 3)
-    expected = accelerate.skip_first_batches(STOCK(Rows(36), 8, num_workers=2), 3)
-    assert (type(got), got.snapshot_every_n_steps) == (OURS, 3)
-    assert_same(epochs(got), epochs(expected))
 
 
 class Unsized:
@@ -68,15 +59,6 @@ def test_skip_first_batches_of_a_stream(dispatch: Any) -> None:
     expected, got = accelerate.skip_first_batches(stock, 2), skip_first_batches(ours, 2)
     assert_same(epochs(got, 1), epochs(expected, 1))
     assert batches_given(got.base_dataloader) == 6
-
-
-def test_skip_first_batches_of_a_plain_stream() -> None:
-    """An unprepared stream gets Accelerate's wrapper that drops batches, with our loader inside."""
-    got = skip_first_batches(OURS(RowStream(40), 8, num_workers=2, **OWN), 2)
-    expected = accelerate.skip_first_batches(STOCK(RowStream(40), 8, num_workers=2), 2)
-    assert type(got).__name__ == SkipDataLoader.__name__
-    assert (type(got.base_dataloader), got.base_dataloader.snapshot_every_n_steps) == (OURS, 3)
-    assert_same(epochs(got), epochs(expected))
 
 
 def test_skip_first_batches_of_a_stock_loader() -> None:
@@ -171,29 +153,4 @@ def test_install_covers_skipping() -> None:
     assert len(list(plain)) == 3
 
 
-def test_install_ends() -> None:
-    """After the block Accelerate makes stock loaders again."""
-    with asyncloader.install():
-        pass
-    shard: Any = accelerator().prepare(OURS(Rows(8), 4))
-    assert not isinstance(shard.base_dataloader, OURS)
-
-
 # -------------------------------------------------------------------------------------------- checkpoints
-
-
-def test_save_and_load_state(tmp_path: Path) -> None:
-    """Accelerate saves and loads a run's state with our loader among the prepared objects."""
-    config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
-    running = accelerator(dataloader_config=config)
-    model, loader = prepare(running, Line(), OURS(Rows(24), 8, shuffle=True, num_workers=2))
-    for _ in range(2):
-        assert len(list(loader)) == 3
-    running.save_state(str(tmp_path))
-    following = list(loader)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    torch.nn.init.zeros_(model.layer.weight)
-    running.load_state(str(tmp_path))
-    assert_same(dict(model.state_dict()), weights)
-    loader.set_epoch(2)
-    assert_same(list(loader), following)

@@ -92,25 +92,6 @@ def test_epoch_reaches_persistent_workers(datasets: Any) -> None:
     assert all(sorted(order) == list(range(40)) for order in orders)
 
 
-def test_epoch_reaches_spawned_workers(datasets: Any) -> None:
-    """A dataset that is sent to its workers keeps its epoch in shared memory, too."""
-    dataset = rows(datasets).to_iterable_dataset(num_shards=2).shuffle(seed=42, buffer_size=40).with_format("torch")
-    with OURS(dataset, 8, num_workers=1, persistent_workers=True, multiprocessing_context="spawn") as loader:
-        orders = []
-        for epoch in (0, 1, 0):
-            dataset.set_epoch(epoch)
-            orders.append(ids(list(loader)))
-    assert orders[0] == orders[2] != orders[1]
-    assert sorted(orders[1]) == list(range(40))
-
-
-def test_more_workers_than_shards(datasets: Any) -> None:
-    """Surplus workers give no batch, and do not disturb the others."""
-    dataset = rows(datasets, 12).to_iterable_dataset(num_shards=1).with_format("torch")
-    stock, ours = (make(dataset, 4, num_workers=2) for make in (STOCK, OURS))
-    assert_same(epochs(ours), epochs(stock))
-
-
 def test_mapped_stream_with_random_numbers(datasets: Any) -> None:
     """A function mapped over a stream runs in the workers with torch's seeds."""
 

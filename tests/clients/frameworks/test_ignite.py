@@ -106,20 +106,6 @@ def test_deterministic_engine_resumes(ignite: Any, iteration: int) -> None:
     assert_same(first + rest, whole)
 
 
-def test_deterministic_engine_resumes_as_with_torch(ignite: Any) -> None:
-    """The resumed run's batches, random numbers included, are those of a resumed run with torch's loader."""
-    runs = []
-    for make in (STOCK, OURS):
-        arguments: dict[str, Any] = {"batch_size": 8, "shuffle": True, "num_workers": 2}
-        engine, _ = run(ignite.DeterministicEngine, make(Rows(40), **arguments), max_epochs=2, stop_at=3)
-        _, rest = run(
-            ignite.DeterministicEngine, make(Rows(40), **arguments), state=dict(engine.state_dict()), max_epochs=2
-        )
-        runs.append((rest, draws()))
-    assert len(runs[1][0]) == 7
-    assert_same(runs[1], runs[0])
-
-
 def test_no_process_is_left_after_a_run(ignite: Any) -> None:
     """A run that is ended within an epoch drops the iterator; its workers end."""
     workers: list[Any] = []

@@ -9,8 +9,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import Dataset
 
 from asyncloader import Tuning
-from asyncloader.epoch.sync_inline import SyncInlineIterator
-from asyncloader.epoch.sync_iterator import WorkerIterator
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all, workers_of_now
 from tests.clients.frameworks.lightning_runs import OURS, STOCK, Recorder, SaveAt, WorkersSeen, fit, trainer
 from tests.helpers.comparing import assert_same
@@ -41,22 +39,6 @@ def test_fit_sees_torchs_batches(options: dict[str, Any]) -> None:
     assert_same(got.line.state_dict(), expected.line.state_dict())
     assert got_draws == expected_draws
     assert batches_given(loader) == 15
-
-
-@pytest.mark.parametrize(("num_workers", "expected"), [(0, SyncInlineIterator), (2, WorkerIterator)])
-def test_fit_runs_our_iterators(num_workers: int, expected: type) -> None:
-    """Lightning iterates the loader that it was given: each epoch's iterator is a class of this package."""
-    iterators: list[type] = []
-
-    class Watch(Callback):
-        def on_train_batch_start(
-            self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-        ) -> None:
-            loaders: Any = trainer.fit_loop._combined_loader
-            iterators.append(type(loaders._iterator.iterators[0]))
-
-    fit(OURS(Rows(16), 8, num_workers=num_workers), max_epochs=2, callbacks=[Watch()])
-    assert iterators == [expected] * 4
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["", "persistent"])
@@ -125,19 +107,6 @@ def test_error_in_a_training_step() -> None:
         assert workers.ended()
 
 
-def test_error_in_the_dataset() -> None:
-    """An error of the dataset's leaves `fit` with its own type and the worker's traceback."""
-
-    class Broken(Rows):
-        def __getitem__(self, index: int) -> Any:
-            if index == 19:
-                raise LookupError(f"no row {index}")
-            return super().__getitem__(index)
-
-    with pytest.raises(LookupError, match="no row 19"):
-        fit(OURS(Broken(40), 8, num_workers=2), max_epochs=1)
-
-
 def test_unsized_stream() -> None:
     """A stream without a length, which Lightning reads one batch ahead, gives torch's batches."""
     expected, expected_draws = fit(STOCK(RowStream(40), 8, num_workers=2), max_epochs=2)
@@ -145,15 +114,6 @@ def test_unsized_stream() -> None:
     assert len(got.seen["train"]) == 2 * 6
     assert_same(got.seen["train"], expected.seen["train"])
     assert got_draws == expected_draws
-
-
-def test_accumulated_gradients() -> None:
-    """Four steps between updates of the weights: batches and weights are those of torch's loader."""
-    arguments: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 2}
-    expected, _ = fit(STOCK(Rows(72), **arguments), max_epochs=1, accumulate_grad_batches=4)
-    got, _ = fit(OURS(Rows(72), **arguments), max_epochs=1, accumulate_grad_batches=4)
-    assert_same(got.seen["train"], expected.seen["train"])
-    assert_same(got.line.state_dict(), expected.line.state_dict())
 
 
 @pytest.mark.thorough
@@ -199,18 +159,6 @@ def test_overfit_batches_keeps_the_loader() -> None:
     )
     assert batches_given(used) == 4
     assert [len(batch["x"]) for batch in model.seen["train"]] == [8] * 4
-
-
-def test_overfit_batches_sees_torchs_batches() -> None:
-    """Each epoch has the first batches, unshuffled; they are those of torch's loader from the same seed."""
-    runs = []
-    for make in (STOCK, OURS):
-        with pytest.warns(UserWarning, match="turning off the train dataloader shuffling"):
-            runs.append(fit(make(Rows(40), 8, shuffle=True, num_workers=2), max_epochs=2, overfit_batches=2))
-    (expected, expected_draws), (got, got_draws) = runs
-    assert len(got.seen["train"]) == 4
-    assert_same(got.seen["train"], expected.seen["train"])
-    assert got_draws == expected_draws
 
 
 def test_dataset_changed_between_epochs() -> None:

@@ -71,16 +71,6 @@ def test_predict_makes_the_loader_anew_with_its_own_options() -> None:
     assert batches_given(used) == 3
 
 
-def test_predict_gives_torchs_predictions() -> None:
-    """From the same seed, batches and predictions are those of torch's loader."""
-    runs = []
-    for make in (STOCK, OURS):
-        seed_all()
-        model = Recorder()
-        runs.append((trainer().predict(model, make(Rows(20), 8, num_workers=2)), model.seen["predict"]))
-    assert_same(runs[1], runs[0])
-
-
 class Module(LightningDataModule):
     """Makes its loaders in hooks, where Lightning watches the constructors of all loader classes."""
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import StatefulDataLoader
@@ -132,14 +131,6 @@ def test_checkpoints_within_an_epoch_and_on_its_last_batch(make: Any, num_worker
         assert_same(batches, whole[step:], f"from step {step}")
 
 
-def test_persistent_workers(tmp_path: Path) -> None:
-    """Resumed runs are right also where the workers last over the epochs."""
-    saver = SaveAt(tmp_path, 3, STEPS)
-    whole, got = whole_and_resumed(lambda: persistent(2), saver)
-    for step, batches in got.items():
-        assert_same(batches, whole[step:], f"from step {step}")
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("make", [seeded, stateful])
@@ -200,16 +191,6 @@ def test_checkpoints_of_a_validation_within_an_epoch(make: Any, tmp_path: Path) 
     options: dict[str, Any] = {"val": val, "val_check_interval": 2, "num_sanity_val_steps": 0}
     whole, got = whole_and_resumed(lambda: make(2), saver, **options)
     assert_same(got[2], whole[2:])
-
-
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_model_checkpoint(tmp_path: Path) -> None:
-    """`ModelCheckpoint` saves states that are right, too."""
-    saving = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=STEPS, save_top_k=-1)
-    whole = run(seeded(0), [LoaderCallback(), saving], enable_checkpointing=True)
-    path = tmp_path / f"step={STEPS}.ckpt"
-    got = run(seeded(0), [LoaderCallback(), saving], path=path, enable_checkpointing=True)
-    assert_same(got, whole[STEPS:])
 
 
 # ---------------------------------------------------------------------------------------- loaders without a length

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from importlib import import_module
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 
 import asyncloader
-from tests.clients.frameworks.helping import Rows, RowStream, batches_given, draws, seed_all, workers_of_now
+from tests.clients.frameworks.helping import Rows, RowStream, batches_given, draws, seed_all
 from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.clients
@@ -65,15 +64,3 @@ def test_resume_in_the_middle(nodes: Any) -> None:
     again.load_state_dict(state)
     rest = list(again)
     assert torch.cat(first + rest).tolist() == list(range(40))
-
-
-def test_loader_that_is_dropped_in_the_middle(nodes: Any) -> None:
-    """When the nodes are dropped in the middle of an epoch, the workers end."""
-    outer = nodes.Loader(nodes.IterableWrapper(OURS(Rows(80), 8, num_workers=2)))
-    batches = iter(outer)
-    next(batches)
-    with workers_of_now() as workers:
-        assert len(workers.fds) == 2
-        del outer, batches
-        gc.collect()
-        workers.wait()

@@ -80,15 +80,6 @@ def test_primer_reads_our_loader(torchrl: TorchRL, dataset: Any, num_workers: in
     assert batches_given(loader) >= 13 * 4 // 8
 
 
-def test_primer_reads_spawned_workers(torchrl: TorchRL) -> None:
-    """TorchRL makes "spawn" the start method of all processes; the rows are the same."""
-    runs = []
-    for method in ("fork", "spawn"):
-        seed_all()
-        runs.append(given(torchrl.fed(OURS(Rows(20), 8, num_workers=1, multiprocessing_context=method)), resets=6))
-    assert_same(runs[1], runs[0])
-
-
 def test_rollout(torchrl: TorchRL) -> None:
     """A rollout carries the rows of its reset through all its steps."""
     env = torchrl.fed(OURS(Rows(20), batch_size=4, num_workers=1))

@@ -90,7 +90,6 @@ def test_mistakes_where_a_loader_is_made() -> None:
         ({"on_error": print}, ValueError, "use 'skip' or 'refill'"),
         ({"workers": "127.0.0.1:9"}, ValueError, "is no address: give tcp://host:port"),
         ({"dataset": [1], "workers": "processes"}, ValueError, "'processes' names no place. For processes of this"),
-        ({"dataset": [1], "workers": "thread"}, ValueError, "Did you mean 'threads'?.* leave workers= out"),
         ({"dataset": [1], "workers": "shared"}, ValueError, "It was removed: start asyncloader serve --listen unix:"),
         ({"dataset": [1], "workers": ""}, ValueError, "workers='' names no place"),
         ({"dataset": [1], "workers": 4}, TypeError, "Did you mean num_workers=4?"),

@@ -64,23 +64,6 @@ def test_a_worker_that_the_loader_kills() -> None:
 
 
 @pytest.mark.network
-def test_a_socket_of_a_family_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A socket of a family that Python does not name is an error of the connection, too."""
-
-    class Unnamed(socket.socket):
-        family: Any = 44
-
-    ours, theirs = socket.socketpair()
-    with theirs:
-        link = Link(ours)
-        link.fds.append(socket.socket(socket.AF_UNIX).detach())
-        monkeypatch.setattr(socket, "socket", Unnamed)
-        with pytest.raises(ConnectionError, match=r"a socket of another kind: 44, <SocketKind.SOCK_STREAM: 1>"):
-            RemoteWorker(0, 99, "unix:/node", link, lambda worker, why: None)
-        link.close()
-
-
-@pytest.mark.network
 def test_a_report_that_cannot_be_read() -> None:
     """The connection counts as lost, with the bytes as the reason."""
     ended: list[str] = []

@@ -355,13 +355,6 @@ def test_what_is_made_can_be_used(dtype: torch.dtype) -> None:
             use(tensor)
 
 
-@given(st.binary(max_size=200))
-def test_any_bytes(data: bytes) -> None:
-    """Any bytes give a value or a ValueError."""
-    with suppress(ValueError):
-        unpack(data)
-
-
 TREES = st.recursive(
     st.none()
     | st.booleans()
