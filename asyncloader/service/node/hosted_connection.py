@@ -26,7 +26,7 @@ from asyncloader.service.definition import Defined, Made
 from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
-from asyncloader.service.protocol.shard_plan import with_shard_check
+from asyncloader.service.protocol.shard_plan import check_shards
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, count_streams, is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
@@ -226,19 +226,18 @@ class ConnectionSetup(NamedTuple):
             )
         asked = self.opening.asked
         collate_fn, seeded = functions.get("collate_fn"), asked.setup.seeded
-        init = functions.get("worker_init_fn")
         assert seeded is not None  # a service serves seeded loaders only
         if (catalog := asked.catalog) is not None:
             find = partial(dataset.fingerprint, catalog.workers, catalog.ranks)
             if catalog.batch:
                 dataset = dataset.fixed_streams(seeded.seed)
                 find = partial(self._plan_streams, dataset, catalog.batch)
-            init = with_shard_check(find, catalog, init)
+            check_shards(dataset, find, catalog)
         return asked.setup._replace(
             dataset=dataset,
             # As a list with an entry for each worker up to this one: `TaskRunner` takes the entry of its number.
             starts=[MSGPACK.load_start(asked.start)] * (asked.worker + 1),
-            worker_init_fn=init,
+            worker_init_fn=functions.get("worker_init_fn"),
             decode=functions.get("decode"),
             collate_fn=collate_fn or asked.setup.collate_fn,
             seeded=seeded._replace(seed_collate=collate_fn is not None),

@@ -9,7 +9,6 @@ shards.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -178,28 +177,27 @@ def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
             raise ValueError("broken stream: a plan that cannot be read")
 
 
-def with_shard_check(
-    find: Callable[[], Awaitable[str]], catalog: Catalog, init: Callable[[int], Any] | None
-) -> Callable[[int], Any]:
-    """Make a `worker_init_fn` that calls `init`, and checks the shards before any of them is read.
+def check_shards(dataset: Any, find: Callable[[], Awaitable[str]], catalog: Catalog) -> None:
+    """Have a dataset check its shards when it is entered, before any of them is read.
 
-    It returns an awaitable, which raises StateError if the shards differ from the catalog, or the store's error.
+    Entering it then raises StateError if the shards differ from the catalog, or the store's error.
 
     Args:
+        dataset: read by one worker connection alone.
         find: finds the shards, and returns their fingerprint; of fixed streams it also plans them.
         catalog: of the loader's plan.
-        init: the user's function.
     """
+    kind: Any = type(dataset)
 
-    def begin(worker: int) -> Any:
-        before = None if init is None else init(worker)
+    class Checked(kind):  # type: ignore[misc]
+        async def __aenter__(self) -> Any:
+            entered = await super().__aenter__()
+            try:
+                if await find() != catalog.fingerprint:
+                    raise StateError(_OTHER_SHARDS)
+            except BaseException:
+                await self.__aexit__(None, None, None)
+                raise
+            return entered
 
-        async def check() -> None:
-            if inspect.isawaitable(before):
-                await before
-            if await find() != catalog.fingerprint:
-                raise StateError(_OTHER_SHARDS)
-
-        return check()
-
-    return begin
+    dataset.__class__ = Checked
