@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,55 +120,3 @@ def test_state_log_keeps_what_delivery_may_still_want() -> None:
     found = log.at(7)
     assert found is not None
     assert found["at"] == 6
-
-
-class Ordered:
-    """A sampler whose state has the whole order of the epoch, and more."""
-
-    def __init__(self) -> None:
-        self.state: dict[str, Any] = {"order": [*range(1000)], "at": 0, "nested": {"pairs": [[1, 2]], "few": (1, "a")}}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state = state_dict
-
-
-def test_a_state_shares_what_did_not_change_with_the_one_before() -> None:
-    """An order is copied once per epoch; a changed part, in place or replaced, is in its own state alone."""
-    sampler, log, states = Ordered(), StateLog(1, None), list[dict[str, Any]]()
-
-    def note() -> dict[str, Any]:
-        step = len(states)
-        assert log.note(step, sampler)
-        found = log.at(step)
-        assert found is not None
-        states.append(copy.deepcopy(found["sampler"]))
-        assert repr(states[-1]) == repr(sampler.state)
-        return dict(found["sampler"])
-
-    first = note()
-    sampler.state["at"] = 1
-    second = note()
-    assert second["order"] is first["order"]
-    assert second["order"] is not sampler.state["order"]
-    assert second["nested"]["few"] is first["nested"]["few"]
-    changes: list[Any] = [
-        lambda state: state["order"].reverse(),
-        lambda state: state["order"].append(1),
-        lambda state: state["order"].__setitem__(0, 1.5),
-        lambda state: state["nested"]["pairs"][0].append(3),
-        lambda state: state["nested"].pop("few"),
-        lambda state: state.update(order=(1, 2), more=torch.zeros(2)),
-    ]
-    for change in changes:
-        change(sampler.state)
-        found = note()
-        assert type(found["order"]) is type(sampler.state["order"])
-    sampler.state["more"].add_(1)
-    assert not note()["more"].equal(torch.zeros(2))
-    for step, state in enumerate(states):
-        kept = log.at(step)
-        assert kept is not None
-        assert repr(kept["sampler"]) == repr(state)
