@@ -94,7 +94,8 @@ class EncodedBatch(ABC):
                 raise BadSample(f"it is a {type(sample).__name__}; a sample is a dictionary of its fields")
             self._add(sample)
         except BadSample as error:
-            self.failure = failure_of(self.count, sample, error)
+            key = sample.get("__key__") if isinstance(sample, Mapping) else None
+            self.failure = EncodingFailure(self.count, key if isinstance(key, str) else "", str(error))
             return False
         self.count += 1
         return True
@@ -195,12 +196,6 @@ class _RecordBatch(EncodedBatch):
     def finish(self) -> EncodedSamples:
         """Return the samples, like `EncodedBatch.finish`."""
         return EncodedSamples(join(self._pieces), np.array(self._sizes, np.int64), self._keys, self.failure)
-
-
-def failure_of(number: int, sample: Any, error: BadSample) -> EncodingFailure:
-    """Describe the sample that `error` is about."""
-    key = sample.get("__key__") if isinstance(sample, Mapping) else None
-    return EncodingFailure(number, key if isinstance(key, str) else "", str(error))
 
 
 def check_fields(sample: Mapping[str, Any], columns: Mapping[str, Any]) -> None:

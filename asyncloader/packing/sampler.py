@@ -19,17 +19,17 @@ import inspect
 from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset, Sampler, Subset
+from torch.utils.data import Dataset, Subset
 
 from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, whole
 from asyncloader.packing.collate import Sequences, cut
 from asyncloader.samplers.argument_checks import check_lengths, check_positive, checksum
 from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.seeded import EpochSampler
 from asyncloader.samplers.surviving import Restarting
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 
@@ -115,7 +115,7 @@ class PackingPlan:
         return order
 
 
-class PackingSampler(Sampler[Row]):
+class PackingSampler(EpochSampler[Row]):
     """Rows of sequences of known lengths, of at most `max_tokens` tokens together. A row is a sample of `SequenceRows`.
 
     The order of (seed, epoch) is cut into windows, and the sequences of a window are packed. The remainder, less
@@ -167,14 +167,11 @@ class PackingSampler(Sampler[Row]):
         drop_last: bool = False,
         window: int | None = None,
     ) -> None:
-        Permutation(0, seed)  # checks the seed
+        super().__init__(seed, shuffle)
         rule = rule_of(on_too_long, strategy)
         self.max_tokens = check_positive("max_tokens", max_tokens)
-        self.seed = index(seed)
         self.strategy: Strategy = strategy
-        self.shuffle = shuffle
         self.drop_last = drop_last
-        self.epoch = 0
         self.slices = strategy != "best_fit" or rule in ("truncate", "split")
         """Whether rows consist of slices, and not of indices."""
         given = _checked(lengths)
@@ -215,21 +212,9 @@ class PackingSampler(Sampler[Row]):
             "window": self.window,  # last: its default follows from the others, and an error names the first
         }
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
-
-        Raises:
-            ValueError: the epoch is out of range.
-        """
-        Permutation(0, self.seed, epoch)
-        self.epoch = index(epoch)
-
     def __len__(self) -> int:
         """The exact number of rows of the present epoch. It may differ from epoch to epoch."""
         return self._plan().size
-
-    def __iter__(self) -> Iterator[Row]:
-        return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[Row]:
         """Return the present epoch's rows from number `start` on.

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from operator import index
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Sampler
 
 from asyncloader.samplers.argument_checks import check_lengths, check_positive, checksum
 from asyncloader.samplers.batch_plan import BatchPlan, Limits
-from asyncloader.samplers.permutation import Permutation
+from asyncloader.samplers.seeded import EpochSampler
 from asyncloader.samplers.surviving import Restarting
 
 _BATCHES_PER_WINDOW = 100
 
 
-class _LengthBatchSampler(Sampler[list[int]]):
+class _LengthBatchSampler(EpochSampler[list[int]]):
     """Base of both samplers: a plan per epoch, and the indices of the planned samples."""
 
     _kept: npt.NDArray[np.integer] | None = None
@@ -39,13 +37,10 @@ class _LengthBatchSampler(Sampler[list[int]]):
         window: int,
         ranks: int,
     ) -> None:
-        Permutation(0, seed)  # checks the seed
-        self.seed = index(seed)
-        self.shuffle = shuffle
+        super().__init__(seed, shuffle)
         self.drop_last = drop_last
         self.window = window
         self.ranks = ranks
-        self.epoch = 0
         self._lengths = lengths
         self._limits = limits
         self._checksum = checksum(lengths, self._kept)
@@ -64,21 +59,9 @@ class _LengthBatchSampler(Sampler[list[int]]):
             "window": self.window,  # last: its default follows from the others, and an error names the first
         }
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
-
-        Raises:
-            ValueError: the epoch is out of range.
-        """
-        Permutation(0, self.seed, epoch)
-        self.epoch = index(epoch)
-
     def __len__(self) -> int:
         """The exact number of batches of the present epoch. It may differ from epoch to epoch."""
         return len(self._plan())
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[list[int]]:
         """Return the present epoch's batches from number `start` on. Earlier batches are counted, at most, and not

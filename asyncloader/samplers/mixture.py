@@ -17,7 +17,7 @@ from operator import index
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset, Sampler
+from torch.utils.data import ConcatDataset
 
 from asyncloader.errors import StateError
 from asyncloader.samplers.argument_checks import checksum
@@ -30,8 +30,8 @@ from asyncloader.samplers.mixture_order import (
     passes_of,
     whole_weights,
 )
-from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.positions import PlannedDataset, Positions
+from asyncloader.samplers.seeded import EpochSampler
 from asyncloader.samplers.surviving import Blocks
 
 Place = tuple[int, int, int]
@@ -42,7 +42,7 @@ Change = tuple[int, Sequence[int]]
 """An epoch, and the whole weights of the sources from there on."""
 
 
-class MixtureSampler(Sampler[int]):
+class MixtureSampler(EpochSampler[int]):
     """Indices of several datasets, mixed in exact proportions: interleaved evenly, and not drawn.
 
     After any number of samples, each dataset is within 1.68 samples of its exact share, and with two datasets within
@@ -83,7 +83,7 @@ class MixtureSampler(Sampler[int]):
         on_exhausted: OnExhausted = "repeat",
         shuffle: bool = True,
     ) -> None:
-        Permutation(0, seed)  # checks the seed
+        super().__init__(seed, shuffle)
         ends = datasets.cumulative_sizes if isinstance(datasets, ConcatDataset) else [*accumulate(map(len, datasets))]
         self._offsets = [0, *ends][: len(ends)]
         self._sizes = [end - start for start, end in zip(self._offsets, ends, strict=True)]
@@ -91,10 +91,7 @@ class MixtureSampler(Sampler[int]):
             raise ValueError(f"there should be one weight a dataset, but got {len(weights)} for {len(self._sizes)}")
         whole = whole_weights(weights)
         number = check_mixture(on_exhausted, num_samples)
-        self.seed = index(seed)
         self.on_exhausted = on_exhausted
-        self.shuffle = shuffle
-        self.epoch = 0
         self._weights = whole
         self._order = MixtureOrder(self._sizes, [(0, whole)], on_exhausted, number, self.seed if shuffle else None)
 
@@ -116,20 +113,8 @@ class MixtureSampler(Sampler[int]):
         total = sum(self._weights)
         return tuple(Fraction(weight, total) for weight in self._weights)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
-
-        Raises:
-            ValueError: the epoch is out of range.
-        """
-        Permutation(0, self.seed, epoch)
-        self.epoch = index(epoch)
-
     def __len__(self) -> int:
         return self._order.epoch(self.epoch).size
-
-    def __iter__(self) -> Iterator[int]:
-        return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
         """Return the present epoch's indices from position `start` on, without computing the positions before it.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sized
 from operator import index as as_index
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +23,51 @@ from asyncloader.samplers.stateful import RandomIndices, StatefulRandomSampler
 from asyncloader.samplers.surviving import Blocks
 from asyncloader.workers.fetch.seeding import derive
 
+T = TypeVar("T")
+
 _BLOCK = 4096
 """Indices computed at a time: 0.3 to 0.5 ms of numpy, 32 KB."""
 
 
-class SeededSampler(Sampler[int]):
+class EpochSampler(Sampler[T], Generic[T]):
+    """Base of samplers whose order is a function of a seed and an epoch.
+
+    Args:
+        seed: 0 to 2**64 - 1.
+        shuffle: False: the seed makes no difference.
+
+    Raises:
+        ValueError: the seed is out of range.
+    """
+
+    def __init__(self, seed: int, shuffle: bool = True) -> None:
+        Permutation(0, seed)  # checks the seed
+        self.seed = as_index(seed)
+        self.shuffle = shuffle
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
+
+        Raises:
+            ValueError: the epoch is out of range.
+        """
+        Permutation(0, self.seed, epoch)
+        self.epoch = as_index(epoch)
+
+    def __iter__(self) -> Iterator[T]:
+        return self.iter_from(0)
+
+    def iter_from(self, start: int) -> Iterator[T]:
+        """Return the present epoch's items from number `start` on.
+
+        Raises:
+            ValueError: `start` is not between 0 and the number of items.
+        """
+        raise NotImplementedError
+
+
+class SeededSampler(EpochSampler[int]):
     """Every index of a dataset once, shuffled by a seed and an epoch, in O(1) memory.
 
     torch's `RandomSampler` makes a list of all indices when an epoch begins, and draws its seed from the global
@@ -44,26 +84,11 @@ class SeededSampler(Sampler[int]):
     """
 
     def __init__(self, data_source: Sized, seed: int, *, shuffle: bool = True) -> None:
-        Permutation(0, seed)  # checks the seed
+        super().__init__(seed, shuffle)
         self.data_source = data_source
-        self.seed = as_index(seed)
-        self.shuffle = shuffle
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration, 0 to 2**64 - 1. Nothing else changes the epoch.
-
-        Raises:
-            ValueError: the epoch is out of range.
-        """
-        Permutation(0, self.seed, epoch)
-        self.epoch = as_index(epoch)
 
     def __len__(self) -> int:
         return len(self.data_source)
-
-    def __iter__(self) -> Iterator[int]:
-        return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
         """Return the present epoch's order from position `start` on, without computing the positions before it.
@@ -92,7 +117,7 @@ def _identity(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 _DRAWN = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
-class SeededDraws(Sampler[int]):
+class SeededDraws(EpochSampler[int]):
     """A random sampler of torch's whose order depends on seed and epoch alone: the same on every rank.
 
     Args:
@@ -101,19 +126,11 @@ class SeededDraws(Sampler[int]):
     """
 
     def __init__(self, sampler: Any, seed: int) -> None:
+        super().__init__(seed)
         self.sampler = sampler
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration."""
-        self.epoch = epoch
 
     def __len__(self) -> int:
         return len(self.sampler)
-
-    def __iter__(self) -> Iterator[int]:
-        return self.iter_from(0)
 
     def iter_from(self, start: int) -> Iterator[int]:
         """Return the present epoch's order from position `start` on. A plain permutation is that of ``shuffle=True``;
