@@ -18,14 +18,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
-from traceback import walk_tb
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.tensors import StaticTensors, dense_parts, move, moved_tensors, only_tensors, tensors_of
-from asyncloader.workers.fetch.error_notes import add_note
 
 JOINED_BYTES = 1 << 20
 """The most bytes that are copied together, and so the most that a small tensor keeps of its batch's memory."""
@@ -174,7 +172,7 @@ class DeviceTransfer:
             # If the batch still refers to CPU memory, the transform's stream may read that, too.
             only_copies = only_tensors(moved, self._is_on_device)
             with accelerator.compute(self._parts(on_device), copied), self._ended_by_error():
-                moved = _called(self._transform, moved)
+                moved = self._transform(moved)
                 done = accelerator.event()
             return Ready(moved, self._on_device_tensors(moved), done, copied if only_copies else done)
 
@@ -216,18 +214,3 @@ class DeviceTransfer:
         """The batch, for use in this thread's current stream."""
         self.accelerator.sync_current_stream(self._parts(ready.tensors), ready.event)
         return ready.batch if self._static is None else self._static.fill(ready.batch, ready.tensors)
-
-
-def _called(transform: Callable[[Any], Any], batch: Any) -> Any:
-    try:
-        return transform(batch)
-    except AssertionError as error:
-        if any(frame.f_code.co_filename.endswith("cudagraph_trees.py") for frame, _ in walk_tb(error.__traceback__)):
-            add_note(
-                error,
-                "device_transform runs in a thread of the loader's, and ahead of you. What torch.compile("
-                "mode='reduce-overhead') makes keeps its CUDA graphs by thread, and writes each result over the one "
-                "before: compile with mode='default' or 'max-autotune-no-cudagraphs', or call it on the batches that "
-                "you get.",
-            )
-        raise

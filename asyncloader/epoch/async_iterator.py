@@ -35,7 +35,7 @@ from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_pool, open_assignment, quarantine, start_method, worker_setup
 from asyncloader.epoch.ready_queue import ReadyQueue
-from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
+from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
 from asyncloader.events import Action, Deliver, Fail, Finish, StoreFailed
@@ -49,7 +49,7 @@ from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
@@ -204,15 +204,12 @@ class AsyncLoaderIterator(Generic[B_co]):
         self.pool = pool
         put_from_thread = partial(_put_from_thread, asyncio.get_running_loop(), self._queue)
         # Weak: the loop refers to the respawner by way of the pipeline, and must not keep the iterator.
-        respawner = WorkerRespawner(pool, weakly(self._setup_for), None)
+        respawner = WorkerRespawner(pool, setup_of(self), None)
         self._pipeline = self._consumer.pipeline(pool, self._queue.put, put_from_thread, respawner)
         self._pipeline.start(self._consumer.offers, self._starts)
 
     def _pool_maker(self) -> Callable[[], WorkerPool]:
         return partial(make_pool, self._config, self._setup, self._kept_rings, self._statistics)
-
-    def _setup_for(self, request: Request) -> WorkerSetup:
-        return request.setup(self._setup)
 
     # ------------------------------------------------------------------------------------------- iterating
 

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.pool import WorkerPool
@@ -49,12 +49,12 @@ class WorkerRespawner:
 
     Args:
         pool: the workers.
-        setup: gives the setup for a request; None once the iterator was freed, which it must not keep alive.
+        setup: gives the setup of the pool's workers; None once the iterator was freed, which it must not keep alive.
         wake: makes the iterating thread call `work`; None if the loop runs in the iterating thread.
     """
 
     def __init__(
-        self, pool: WorkerPool, setup: Callable[[Request], WorkerSetup | None], wake: Callable[[], None] | None
+        self, pool: WorkerPool, setup: Callable[[], WorkerSetup | None], wake: Callable[[], None] | None
     ) -> None:
         self._pool = pool
         self._setup = setup
@@ -95,10 +95,10 @@ class WorkerRespawner:
     def _make(self, request: Request) -> None:
         made: WorkerHandle | Exception
         try:
-            setup = self._setup(request)
+            setup = self._setup()
             if setup is None:
                 return
-            (made,) = self._pool.make([request.worker], setup)
+            (made,) = self._pool.make([request.worker], request.setup(setup))
         except Exception as error:
             made = error
         loop = self._loop
@@ -129,13 +129,7 @@ class WorkerRespawner:
         self.requests.clear()
 
 
-def weakly(setup: Callable[[Request], WorkerSetup]) -> Callable[[Request], WorkerSetup | None]:
-    """Wrap a bound method without keeping its object alive; the wrapper returns None once that was freed."""
-    # Not `weakref.ref`: a bound method is an object of its own at each access, so that reference would be dead at once.
-    method = weakref.WeakMethod(setup)
-
-    def call(request: Request) -> WorkerSetup | None:
-        alive = method()
-        return None if alive is None else alive(request)
-
-    return call
+def setup_of(iterator: Any) -> Callable[[], WorkerSetup | None]:
+    """Return a function that gives the iterator's `_setup`; None once the iterator was freed, which it does not keep."""
+    known = weakref.ref(iterator)
+    return lambda: getattr(known(), "_setup", None)

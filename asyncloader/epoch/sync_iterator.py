@@ -28,7 +28,7 @@ from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import check_workers, make_pool, open_assignment, quarantine, worker_setup
 from asyncloader.epoch.ready_queue import BlockingQueue
-from asyncloader.epoch.respawn import Request, WorkerRespawner, weakly
+from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
@@ -39,7 +39,7 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.seeding import derive
-from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
+from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.pool import WorkerPool
 
 _POP = deque[Action | None].popleft
@@ -142,9 +142,6 @@ class WorkerIterator(CountedNext):
         """Number of batches that are ready and not taken."""
         return len(self._queue)
 
-    def _setup_for(self, request: Request) -> WorkerSetup:
-        return request.setup(self._setup)
-
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Begin an epoch. With persistent workers torch's loader calls this for every epoch after the first."""
         if not first_iter:
@@ -187,7 +184,7 @@ class WorkerIterator(CountedNext):
             begun=self._begun,
         )
         # Weak: the loop's thread refers to the respawner, which must not keep the iterator.
-        self._respawner = WorkerRespawner(self._pool, weakly(self._setup_for), partial(put, None))
+        self._respawner = WorkerRespawner(self._pool, setup_of(self), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
         self._again = self._pipeline.again

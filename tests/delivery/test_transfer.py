@@ -203,22 +203,3 @@ def test_a_plain_device_gets_plain_copies() -> None:
     assert ready.event is None
     assert transfer.take(ready)[0] is source[0]
     assert transfer.accelerator.lock is None
-
-
-def test_a_transform_that_was_compiled_with_graphs() -> None:
-    """Before torch 2.13 a function made by torch.compile(mode="reduce-overhead") fails in the loader's thread by an
-    assertion without a text; the loader adds a note to it. Other assertions are the transform's own, and get no
-    note.
-    """
-    names: dict[str, Any] = {}
-    exec(compile("def get_obj(batch): assert False", "/torch/_inductor/cudagraph_trees.py", "exec"), names)
-
-    def own(batch: Any) -> Any:
-        raise AssertionError
-
-    for transform, notes in ((names["get_obj"], ["mode='reduce-overhead'"]), (own, [])):
-        with pytest.raises(AssertionError) as caught:
-            new(manual=False, transform=transform)[1].start(torch.zeros(2), locked=True)
-        found = getattr(caught.value, "__notes__", [])
-        assert len(found) == len(notes)
-        assert all(words in note for words, note in zip(notes, found, strict=True))

@@ -18,7 +18,7 @@ class Clearing(deque[Request]):
 
 def test_requests_that_another_thread_clears_are_not_made() -> None:
     """The iterating thread goes on, and finds that the iterator was closed."""
-    respawner = WorkerRespawner(cast("Any", None), lambda _: None, None)
+    respawner = WorkerRespawner(cast("Any", None), lambda: None, None)
     respawner.requests = Clearing([cast("Any", None)])
     respawner.work()
     assert not respawner.requests
