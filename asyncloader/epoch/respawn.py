@@ -130,6 +130,6 @@ class WorkerRespawner:
 
 
 def setup_of(iterator: Any) -> Callable[[], WorkerSetup | None]:
-    """Return a function that gives the iterator's `_setup`; None once the iterator was freed, which it does not keep."""
+    """Return a function that gives the `_setup` of an iterator, without keeping it; None once it was freed."""
     known = weakref.ref(iterator)
     return lambda: getattr(known(), "_setup", None)
