@@ -140,7 +140,7 @@ class CachedTransport(Transport):
             if version is not None:
                 check_size(path, version.size, max_bytes)
                 try:
-                    return (await reader.read_version(version, [(0, version.size)]))[0], version
+                    return (await reader.read_version([(0, version.size)]))[0], version
                 except ReadFailed:
                     if not await reader.replaced():
                         raise
@@ -160,10 +160,9 @@ class CachedTransport(Transport):
         wanted = list(ranges)
         check_path(path)
         reader = CachedObject(self, path)
-        version = await reader.find()
-        if version is not None:
+        if await reader.find() is not None:
             try:
-                return await reader.read_version(version, wanted)
+                return await reader.read_version(wanted)
             except ReadFailed:
                 # The store may have another version now, so that the rest of this version cannot be read. Nothing of it
                 # has been returned: the new version is read instead.
@@ -181,11 +180,10 @@ class CachedTransport(Transport):
         check_chunk_size(chunk_size)
         check_start(path, None, start)
         reader = CachedObject(self, path)
-        version = await reader.find()
         given = False
-        if version is not None:
+        if await reader.find() is not None:
             try:
-                async with aclosing(reader.stream_version(version, start, None, chunk_size)) as chunks:
+                async with aclosing(reader.stream_version(start, None, chunk_size)) as chunks:
                     async for chunk in chunks:
                         given = True
                         yield chunk

@@ -97,14 +97,14 @@ class CachedObject(PinnedReader):
             self.cached.count_miss()
         return version
 
-    async def read_version(self, version: ObjectInfo, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
-        """Read ranges of a version that `find` has returned, like `Transport.read_ranges`.
+    async def read_version(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
+        """Read ranges of the version that `find` has returned, like `Transport.read_ranges`.
 
         Raises:
             ReadFailed: a part of it is not cached, and the store has another version.
         """
         for start, length in ranges:
-            check_range(self.path, version.size, start, length)
+            check_range(self.path, self._blocks.version.size, start, length)
         split = [split_range(start, length) for start, length in ranges]
         found = await self._read_pieces({piece for pieces in split for piece in pieces})
         return [found[pieces[0]] if len(pieces) == 1 else b"".join(map(found.__getitem__, pieces)) for pieces in split]
@@ -156,22 +156,22 @@ class CachedObject(PinnedReader):
 
         return use_ranges(ranges, use, find)
 
-    async def stream_version(
-        self, version: ObjectInfo, start: int, stop: int | None, chunk_size: int
-    ) -> AsyncGenerator[bytes, None]:
-        """Read a version that `find` has returned in chunks, like `PinnedReader.stream`. Raises the error of
+    async def stream_version(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
+        """Read the version that `find` has returned in chunks, like `PinnedReader.stream`. Raises the error of
         `read_version`, too.
         """
-        check_start(self.path, version.size, start)
-        asked = version.size if stop is None else min(stop, version.size)
+        size = self._blocks.version.size
+        check_start(self.path, size, start)
+        asked = size if stop is None else min(stop, size)
         ahead: asyncio.Task[list[bytes]] | None = None
         try:
-            while start < version.size:
-                end = stream_step(start, stop, version.size)
+            while start < size:
+                end = stream_step(start, stop, size)
                 reading = ahead or asyncio.create_task(self._read_part(start, end))
                 # What lies behind `stop` is read when it is asked for.
-                following = stream_step(end, stop, version.size)
-                ahead = asyncio.create_task(self._read_part(end, following)) if end < asked else None
+                ahead = None
+                if end < asked:
+                    ahead = asyncio.create_task(self._read_part(end, stream_step(end, stop, size)))
                 try:
                     found = await reading
                 except RangesIgnored:  # and the object cannot be cached
@@ -197,14 +197,14 @@ class CachedObject(PinnedReader):
 
     async def _read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         version = await self.find()
-        return await (self._source.read_ranges(ranges) if version is None else self.read_version(version, ranges))
+        return await (self._source.read_ranges(ranges) if version is None else self.read_version(ranges))
 
     async def _stream(self, start: int, stop: int | None, chunk_size: int) -> AsyncGenerator[bytes, None]:
         version = await self.find()
         given = (
             self._source.stream(start=start, stop=stop, chunk_size=chunk_size)
             if version is None
-            else self.stream_version(version, start, stop, chunk_size)
+            else self.stream_version(start, stop, chunk_size)
         )
         async with aclosing(given) as chunks:
             async for chunk in chunks:
