@@ -58,18 +58,6 @@ def test_every_sample_comes_once_in_full_batches(kind: str, workers: int, tars: 
     assert epochs_of(kind, dataset_of(tars), **options) == [batches]
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "parquet", "mds", "jsonl.zst", "tfrecord"])
-def test_formats(ending: str, tmp_path: Path) -> None:
-    """Two shards for three workers: they are cut where the format allows, and nothing is lost at the edges."""
-    dataset = dataset_of(make_shards(tmp_path, (30, 41), ending=ending), shuffle_buffer=8)
-    epochs = epochs_of("sync", dataset, 2, batch_size=5, num_workers=3, seed=1, persistent_workers=True)
-    for batches in epochs:
-        whole(batches, 5, 71)
-    assert epochs[0] != epochs[1]
-    plan = asyncio.run(dataset.plan(3, 0, 1, None)).assignments
-    assert len(plan) == 2 if ending in ("jsonl.zst", "tfrecord") else len(plan) > 6
-
-
 def test_without_batches_and_without_the_last(tars: str) -> None:
     """``batch_size=None`` gives samples; ``drop_last`` leaves out the short batch of the epoch, and no other."""
     (samples,) = epochs_of("sync", dataset_of(tars), batch_size=None, num_workers=2, seed=1)
@@ -117,15 +105,6 @@ def test_epochs_are_shuffled_anew(kind: str, workers: int, tars: str) -> None:
     with Stepwise(kind, dataset, **with_method(options)) as run:
         run.loader.set_epoch(2)
         assert [batch.tolist() for batch in run.epoch()] == epochs[2]
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_start_methods(method: str, tars: str) -> None:
-    """The other start methods give the same batches as fork."""
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 1}
-    dataset = dataset_of(tars, shuffle_buffer=6)
-    expected = epochs_of("sync", dataset, **options)
-    assert epochs_of("sync", dataset, **options, multiprocessing_context=method) == expected
 
 
 def test_workers_are_not_forked_by_themselves(tars: str) -> None:
@@ -348,21 +327,3 @@ def test_no_shards(kind: str, workers: int, tmp_path: Path) -> None:
 
 def environment_of(_: Any) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("ASYNCLOADER_TEST_")}
-
-
-def first_of(url: str) -> Any:
-    """The environment of the first sample's worker."""
-    dataset: Any = RemoteIterableDataset(url)
-    with DataLoader[Any](dataset, num_workers=1, batch_size=None, decode=environment_of) as loader:
-        return next(iter(loader))
-
-
-@pytest.mark.spawns
-def test_workers_have_the_environment_of_their_start(tars: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renewed credentials reach the workers that start later."""
-    monkeypatch.setenv("ASYNCLOADER_TEST_OLD", "old")
-    monkeypatch.setenv("ASYNCLOADER_TEST_KEY", "old")
-    assert first_of(tars) == {"ASYNCLOADER_TEST_OLD": "old", "ASYNCLOADER_TEST_KEY": "old"}
-    monkeypatch.delenv("ASYNCLOADER_TEST_OLD")
-    monkeypatch.setenv("ASYNCLOADER_TEST_KEY", "new \udc80")
-    assert first_of(tars) == {"ASYNCLOADER_TEST_KEY": "new \udc80"}

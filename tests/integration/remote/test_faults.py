@@ -17,7 +17,7 @@ from asyncloader import DataLoader, LoaderTimeout, Recovery, ShardError, Tuning,
 from asyncloader.transports import ObjectNotFound
 from asyncloader.workers.ipc import wire
 from tests.helpers.faulty import Faults, grown
-from tests.helpers.lying import Liar, say_no_more, until_error
+from tests.helpers.lying import say_no_more
 from tests.helpers.remote_folders import (
     Killing,
     dataset_of,
@@ -355,9 +355,3 @@ def test_a_worker_that_asks_for_what_cannot_be(how: str, tmp_path: Path) -> None
         with pytest.raises(ValueError, match=r"worker \d|a worker gives back") as caught:
             list(loader)
         assert not isinstance(caught.value, LoaderTimeout | WorkerDied)
-
-
-def test_a_request_for_shards_where_none_are_assigned() -> None:
-    """Workers of other datasets cannot request shards."""
-    _, error = until_error("sync", Liar("a request for shards, where none are assigned"), num_workers=1)
-    assert "asks for shards" in str(error)

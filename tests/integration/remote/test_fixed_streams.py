@@ -25,7 +25,6 @@ from tests.unit.remote.shards import MAKERS
 pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
 
 GLOBAL = 6
-UNLUCKY = 13  # see `unlucky_fields_of`
 TOTAL = sum(SIZES)
 
 
@@ -229,12 +228,6 @@ def test_a_shard_that_is_missing_or_empty(copied: Path) -> None:
     assert found == [*range(SIZES[0]), *range(sum(SIZES[:3]), TOTAL)]
 
 
-def test_no_samples_at_all(tmp_path: Path) -> None:
-    """Shards without samples give epochs without batches."""
-    (tmp_path / "s0.tar").write_bytes(bytes(10240))
-    assert epochs_of(tmp_path) == [[], []]
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_shard_that_shrinks_after_it_was_counted(copied: Path, workers: int) -> None:
     """Each missing sample is an error that says so; no other sample takes its place."""
@@ -312,18 +305,6 @@ def test_arguments(shards: Path) -> None:
         DataLoader(dataset, seed=3, sampler=[1])
     with pytest.raises(ValueError, match="refill"):
         DataLoader(dataset, seed=3, on_error="refill")
-
-
-def test_clones(shards: Path) -> None:
-    """A clone has its own seed, and is shuffled where the loader is not; without a seed it reads the streams of
-    workers.
-    """
-    with loader_of(shards) as loader, loader.clone(seed=4) as other, loader.clone(seed=None) as plain:
-        assert numbers(list(other)) == epochs_of(shards, 1, seed=4)[0] != numbers(list(loader))
-        assert sorted(n for batch in numbers(list(plain)) for n in batch) == [*range(TOTAL)]
-    with loader_of(shards, buffer=0) as in_order, loader_of(shards, buffer=0, shuffle=True) as shuffled:
-        clone = in_order.clone(shuffle=True)
-        assert numbers(list(clone)) == numbers(list(shuffled)) != numbers(list(in_order))
 
 
 class Failing(MemoryTransport):

@@ -12,7 +12,6 @@ import pytest
 from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteIterableDataset, write_shards_sync
-from asyncloader.errors import ShardError
 from asyncloader.remote.reading import AT_ONCE
 from asyncloader.transports import ReadFailed, RetryPolicy
 from tests.helpers.http_store import HttpStore, broken, change, serving, status
@@ -160,21 +159,6 @@ def test_a_shard_that_is_replaced_between_two_streams(files: Files) -> None:
                     pass
 
     run_async(run())
-
-
-def test_a_shard_that_was_cut(files: Files) -> None:
-    """Of the streams that share it, each has the samples before the end; the loss is an error, or recorded."""
-    name = shards_of(files)[1]
-
-    def cut(store: HttpStore) -> None:
-        store.put(name, files[name][: len(files[name]) * 3 // 4 + 5000])
-
-    with pytest.raises(ShardError, match=re.escape(name)):
-        run_async(epochs(files, cut))
-    (_, second), _ = run_async(epochs(files, cut, on_error="skip"))
-    found = sorted(number for batch in second for number in batch)
-    assert len(found) == len({*found})
-    assert {*ALL[:48], *ALL[48:84]} <= {*found} <= {*ALL[:86]}
 
 
 def test_left_while_the_server_stalls(files: Files) -> None:

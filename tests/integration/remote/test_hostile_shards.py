@@ -22,7 +22,7 @@ from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
 from tests.helpers.http_store import serving
-from tests.unit.remote.shards import drain, jsonl, mds, mds_entry, number_of, parquet, read_all, tar, zstd_compress
+from tests.unit.remote.shards import drain, number_of, read_all, tar, zstd_compress
 
 pytestmark = pytest.mark.network
 
@@ -66,15 +66,6 @@ async def fails(stores: Stores, shard: Shard, **options: Any) -> tuple[list[Loca
     assert caught.value.url == shard.url
     assert shard.url in str(caught.value)
     return got, caught.value
-
-
-def members(*each: tuple[tarfile.TarInfo, bytes]) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        for member, data in each:
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    return file.getvalue()
 
 
 async def test_tar_paths_are_only_names(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,18 +125,3 @@ async def test_a_bomb_of_many_small_samples(serve: Serve) -> None:
         tracemalloc.stop()
     assert count == 2000
     assert peak < len(inside) / 2
-
-
-@pytest.mark.parametrize(
-    ("path", "make"),
-    [("a.tar", tar), ("a.jsonl", jsonl), ("a.parquet", parquet), ("a.mds", mds)],
-)
-async def test_a_truncated_shard(serve: Serve, path: str, make: Callable[[range], bytes]) -> None:
-    """Truncated inside a sample: the complete samples, then an error with the offset."""
-    data = make(range(500))
-    stores, shard = serve(path, data[: len(data) * 2 // 3 + 5])
-    got, error = await fails(stores, shard._replace(mds=mds_entry(range(500)) if path == "a.mds" else None))
-    assert error.offset is not None
-    read = [number_of(sample) for sample, _ in got]
-    assert read == list(range(len(read)))
-    assert read or path == "a.parquet"  # a Parquet file is read from its end

@@ -15,10 +15,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader import AsyncDataLoader, DataLoader, Mixture, RemoteIterableDataset, sample_rng
+from asyncloader import DataLoader, Mixture, RemoteIterableDataset, sample_rng
 from asyncloader.errors import StateError
 from tests.helpers.remote_folders import make_shards
-from tests.helpers.running import run_async
 from tests.unit.remote.shards import number_of
 
 pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This DataLoader will create")]
@@ -175,18 +174,6 @@ def test_any_workers_and_ranks(folder: Path, names: tuple[str, ...], how: str, w
         loader.load_state_dict(json.loads(states[0]))
         assert [batch.tolist() for batch in loader] == whole[1][2:]
         assert [batch.tolist() for batch in loader] == whole[2]
-
-
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_awaited(folder: Path, loop: str) -> None:
-    """The async loader gives the same batches."""
-    names = COMBINATIONS["map+stream"]
-
-    async def run() -> Any:
-        async with loader_of(folder, names, kind=AsyncDataLoader) as loader:
-            return [[batch.tolist() async for batch in loader] for _ in range(EPOCHS)]
-
-    assert run_async(run(), loop) == expected_of(folder, names, "repeat")
 
 
 def shares(epoch: list[list[int]]) -> Fraction:
@@ -410,15 +397,6 @@ def test_a_state_of_other_sources(folder: Path) -> None:
             loader.load_state_dict(state)
             with pytest.raises(StateError, match=text):
                 list(loader)
-
-
-def test_a_state_has_plain_values() -> None:
-    """Also where an argument is numpy's."""
-    options: dict[str, Any] = {"weights": np.array([1, 2]), "num_samples": np.int64(5), "shuffle": np.True_}
-    mixture = Mixture([Rows(0, 3), Rows(9, 2)], **options)
-    with DataLoader[Any](mixture, batch_size=2, seed=1) as loader:
-        next(iter(loader))
-        assert json.loads(json.dumps(loader.state_dict())) == loader.state_dict()
 
 
 def test_weights_for_an_empty_source() -> None:

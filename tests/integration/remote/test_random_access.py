@@ -30,7 +30,6 @@ pytestmark = [pytest.mark.independent, pytest.mark.filterwarnings("ignore:This D
 
 
 TOTAL = sum(SIZES)
-UNLUCKY = 13  # see `unlucky_fields_of`
 OPTIONS: dict[str, Any] = {"batch_size": 4, "seed": 3, "shuffle": True, "decode": fields_of}
 
 
@@ -211,31 +210,6 @@ def test_from_a_cache(folder: Path, tmp_path: Path, expected: list[list[Any]]) -
                 asked = [each for each in store.asked if each not in index]
                 assert epoch == 0 or {each.method for each in asked} <= {"HEAD"}
                 store.asked.clear()
-
-    run_async(run())
-
-
-def test_from_a_cache_that_is_too_small(tmp_path: Path) -> None:
-    """Blocks are evicted while others are read: the bytes are right, and the bound holds."""
-    limit, size = 3 << 20, 600_000
-    folder = tmp_path / "shards"
-    folder.mkdir()
-    for shard in range(3):
-        (folder / f"s{shard}.tar").write_bytes(tar(range(shard * 8, shard * 8 + 8), size=size))
-
-    async def run() -> None:
-        async with serving_http() as store:
-            dataset = RemoteMapDataset(put_all(store, folder), cache_dir=tmp_path / "cache", cache_bytes=limit)
-            async with dataset:
-                for first in range(60):
-                    numbers = [first * 7 % 24, first * 5 % 24, first % 3]
-                    samples = await dataset.__getitems__(numbers)
-                    assert [int(sample["n"]) for sample in samples] == numbers
-                    assert {len(sample["bin"]) for sample in samples} == {size}
-                    kept = (tmp_path / "cache" / "asyncloader-cache-1").rglob("objects/*/*")
-                    assert sum(path.stat().st_size for path in kept) <= limit
-                assert len(dataset._open_files)
-            assert not len(dataset._open_files)
 
     run_async(run())
 

@@ -40,18 +40,6 @@ def test_requests_wait_until_nobody_can_ask_earlier() -> None:
     assert given(assigner.ask(0, 0, 0)) == [(0, 0), (1, 1)]
 
 
-def test_a_worker_that_has_made_a_batch_is_past_it() -> None:
-    """A request in batch 1 is answered when the other worker makes a later batch, or has had more assignments."""
-    assigner = assigner_of(4, 2)
-    assigner.ask(0, 0, 0)
-    assert given(assigner.ask(1, 0, 0)) == [(1, 1)]
-    assigner.answered(1)
-    assert given(assigner.ask(1, 1, 1)) == []
-    # Worker 0 may request its assignment number 1 in batch 1, too, and then has precedence.
-    assert given(assigner.answered(0)) == []
-    assert given(assigner.answered(0)) == [(1, 2)]
-
-
 def test_unordered_requests_are_answered_as_they_come() -> None:
     """With ``ordered=False`` no request waits."""
     assigner = assigner_of(4, 3, ordered=False)
@@ -86,20 +74,6 @@ def test_a_dead_process_is_not_answered_and_its_request_keeps_its_turn() -> None
     assigner.died(1)
     assert given(assigner.ask(1, 0, 0)) == []
     assert given(assigner.ask(0, 0, 0)) == [(0, 0), (1, 1)]
-
-
-def test_what_was_refused_stays_refused_when_there_is_more_again() -> None:
-    """A worker got no assignment, then ranges that another worker returned; its replacement gets the same replies."""
-    assigner = assigner_of(2, 2)
-    for request in ((0, 0, 0), (1, 0, 0), (0, 1, 0)):
-        assigner.ask(*request)
-    assigner.answered(0)
-    assert assigner.ask(1, 1, 0) == [Reply(1, 1)]
-    assigner.answered(1)
-    assert assigner.ask(0, 1, 1, [REST]) == [Reply(0, 1, over=True)]
-    assert assigner.ask(1, 1, 1, []) == [Reply(1, 1, (REST,))]
-    assert assigner.ask(1, 1, 0) == [Reply(1, 1)]
-    assert assigner.ask(1, 1, 1, []) == [Reply(1, 1, (REST,))]
 
 
 def test_the_last_worker_keeps_what_it_has() -> None:
@@ -184,27 +158,6 @@ def test_what_was_given_back_is_given_to_later_requests_alone() -> None:
     assert again.ask(0, 1, 1, [PLAN[0][0]]) == []
     assert again.answered(1) == [Reply(0, 1, (REST,))]
     assert log.state([2, 1, 1], [2]) == AssignmentLogState(3, [], [], [2])
-
-
-def test_returns_are_taken_in_request_order() -> None:
-    """The order holds also if a return existed when the epoch was resumed and earlier returns are repeated after it."""
-    late, early = Returned((0, 2, 1), (REST,)), CatalogRange(1, 5)
-    log = AssignmentLog(PLAN[:1], 1, [], [late])
-    assigner = ShardAssigner(log, [StreamStart(), StreamStart(over=True), StreamStart(0, 0, 1)])
-    assert assigner.ask(0, 0, 0, [early]) == [Reply(0, 0, over=True)]
-    assert log.state([0, 0, 1], [0, 1]).returned == [Returned((0, 0, 0), (early,)), late]
-    assert assigner.ask(2, 1, 0) == [Reply(2, 1, (early,))]
-    assert assigner.ask(2, 2, 0) == [Reply(2, 2, (REST,))]
-    assert log.state([0, 0, 3], [0, 1]) == AssignmentLogState(1, [], [], [0, 1])
-
-
-def test_whoever_is_last_takes_what_was_given_back() -> None:
-    """The last worker also takes samples with an impossible request order: an edited state loses none silently."""
-    never = Returned((1 << 60, 0, 1), (REST,))
-    assigner = ShardAssigner(AssignmentLog(PLAN[:1], 1, [], [never]), [StreamStart(0, 0, 1), StreamStart(over=True)])
-    assert assigner.ask(0, 1, 0) == [Reply(0, 1)]
-    assert assigner.ask(0, 1, 0, []) == [Reply(0, 1, (REST,))]
-    assert assigner.ask(0, 2, 0, []) == [Reply(0, 2, over=True, last=True)]
 
 
 def test_a_new_epoch_s_state_is_its_beginning() -> None:

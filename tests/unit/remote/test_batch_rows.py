@@ -115,24 +115,6 @@ def tables() -> list[Rows]:
     return [rows_of(table_of(range(SIZE))), rows_of(table_of(range(100, 100 + SIZE)), "mem://x/b.parquet")]
 
 
-def test_samples_are_pyarrows(tables: list[Rows]) -> None:
-    """Values and their types are those of `to_pylist`, in the columns' order, and arrays have memory of their own."""
-    expected = table_of(range(SIZE)).to_pylist()
-    names = [*COLUMNS, *(f"x{each}" for each in range(MATRIX)), *(f"n{each}" for each in range(MATRIX)), "__key__"]
-    for number, (sample, wanted) in enumerate(zip(tables[0], expected, strict=True)):
-        assert list(sample) == names
-        assert (sample.pop("__key__"), sample.pop("__url__")) == (f"a.parquet:{number}", "mem://x/a.parquet")
-        del wanted["__url__"]
-        for name, value in sample.items():
-            if isinstance(value, np.ndarray):
-                assert (value.base is None, value.flags.writeable, value.flags.c_contiguous) == (True, True, True)
-            else:
-                assert_same(value, wanted[name])
-    first, again = tables[0][0], tables[0][0]
-    assert first is not again
-    assert first["tensor"].tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
 @pytest.mark.parametrize("collation", COLLATIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_by_column_as_by_row(tables: list[Rows], order: str, collation: str) -> None:

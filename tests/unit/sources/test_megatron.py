@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader import DataLoader, MegatronTokens, TokenFile
+from asyncloader import MegatronTokens
 from asyncloader.errors import ShardError
 from asyncloader.sources.megatron import HEADER_BYTES
 
@@ -136,16 +136,3 @@ def test_files_that_change_and_files_that_are_missing(tmp_path: Path) -> None:
         os.truncate(prefix.with_suffix(suffix), 3)
         with pytest.raises(ShardError, match="the file has changed"):
             read[1]
-
-
-def test_in_workers(tmp_path: Path) -> None:
-    """Spawned workers open the files themselves; windows over all sequences are `TokenFile`'s."""
-    prefix = tmp_path / "corpus"
-    write_pair(prefix, [[index] * (index % 7) for index in range(100)], "int32")
-    read = MegatronTokens(prefix)
-    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "spawn", "batch_size": 10, "seed": 1}
-    with DataLoader[Any](read, shuffle=True, collate_fn=list, **options) as loader:
-        found = sorted([tokens.tolist() for batch in loader for tokens in batch])
-    assert found == sorted([index] * (index % 7) for index in range(100))
-    windows = TokenFile(f"{prefix}.bin", read.dtype, context=10)
-    assert len(windows) == int(read.sizes.sum()) // 10
