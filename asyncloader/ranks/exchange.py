@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -113,6 +113,19 @@ class RankExchange:
                 f"or the network failed ({error})"
             ) from None
         return found
+
+
+async def together(work: Awaitable[_T], ranks: RankExchange | None) -> _T:
+    """Return the result of this rank's work. If it fails on any rank, all raise, like `RankExchange.check`."""
+    if ranks is None:
+        return await work
+    try:
+        found = await work
+    except Exception as error:
+        await ranks.check(error)
+        raise
+    await ranks.check(None)
+    return found
 
 
 async def in_daemon(function: Callable[[], Any]) -> Any:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from urllib.parse import quote, unquote
@@ -27,7 +27,7 @@ from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_ind
 from asyncloader.remote.braces import MOST, expand
 from asyncloader.remote.catalog import Shard, format_of, named_format
 from asyncloader.remote.stores import Stores, scheme_of
-from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
+from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge, Transport
 
 MAX_INDEX_BYTES = 256 << 20
 """Maximum size of an MDS index: a million shards of ten columns."""
@@ -206,18 +206,11 @@ async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[S
     transport, prefix = stores.find(folder + query)
     pattern = unquote(pattern, errors="surrogateescape") if is_escaped(url) else pattern
     name = re.compile(_regex(pattern), re.DOTALL)  # the name of a folder may contain a line end
-    found: list[Shard] = []
-    others = 0
-    async with aclosing(transport.list(prefix)) as paths:
-        async for path in paths:
-            rest = path[len(prefix) :]
-            if name.fullmatch(rest) and not _is_left_out(rest, pattern, wanted):
-                shard = _single(join_url(folder + query, rest), wanted)
-                found.append(shard._replace(size=(size := transport.listed_size(path)), stated=size))
-            else:
-                others += 1
-            if len(found) > MOST:
-                raise ValueError(f"{url!r} matches more than {MOST:,} objects: give a longer prefix")
+
+    def is_shard(rest: str) -> bool:
+        return name.fullmatch(rest) is not None and not _is_left_out(rest, pattern, wanted)
+
+    found, others = await _list(transport, prefix, folder + query, wanted, is_shard)
     if not found:
         raise ValueError(f"no object matches {url!r}; there are {others:,} others below {folder!r}")
     return found
@@ -300,22 +293,40 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
 async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
     """Return the shards below a prefix."""
     transport, prefix = stores.find(folder)
+
+    def is_shard(rest: str) -> bool | None:
+        # Hidden files are no shards; with an explicit format, neither are names such as `_SUCCESS`.
+        if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")) or _hidden_folders(rest):
+            return None
+        return wanted is not None or _is_known(rest)
+
+    found, others = await _list(transport, prefix, folder, wanted, is_shard)
+    if not found:
+        seen = f", but {others:,} objects of other extensions: say format=" if others else ". Is the address right?"
+        raise ValueError(f"there is no shard below {folder!r}{seen}")
+    return found
+
+
+async def _list(
+    transport: Transport,
+    prefix: str,
+    folder: str,
+    wanted: ShardFormat | None,
+    is_shard: Callable[[str], bool | None],
+) -> tuple[list[Shard], int]:
+    """Return the shards among the objects below a prefix, and the number of others.
+
+    `is_shard` looks at a path below the prefix; None: it does not count.
+    """
     found: list[Shard] = []
     others = 0
     async with aclosing(transport.list(prefix)) as paths:
         async for path in paths:
             rest = path[len(prefix) :]
-            # Hidden files are no shards; with an explicit format, neither are names such as `_SUCCESS`.
-            if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")) or _hidden_folders(rest):
-                continue
-            size = transport.listed_size(path)
-            if wanted is not None or _is_known(rest):
+            if verdict := is_shard(rest):
+                size = transport.listed_size(path)
                 found.append(_single(join_url(folder, rest), wanted)._replace(size=size, stated=size))
-            else:
-                others += 1
+            others += verdict is False
             if len(found) > MOST:
                 raise ValueError(f"there are more than {MOST:,} shards below {folder!r}: give a longer prefix")
-    if not found:
-        seen = f", but {others:,} objects of other extensions: say format=" if others else ". Is the address right?"
-        raise ValueError(f"there is no shard below {folder!r}{seen}")
-    return found
+    return found, others

@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from asyncloader.bridge import in_thread
 from asyncloader.errors import StateError
+from asyncloader.ranks.exchange import together
 from asyncloader.remote.fixed_streams import FixedStreams
 from asyncloader.remote.stream_order import LANES
 from asyncloader.samplers.mixture import MixedPositions, Place
@@ -191,16 +192,12 @@ class MixedSources(PlacedSamples, Dataset[Any]):
         for number, part in enumerate(self._parts):
             if self.streams[number]:
                 await part.plan_streams(self._part_of(batch, number), ranks)
-        error: Exception | None = None
-        try:
-            self._sizes[:] = [[await self._measure(number) for number in range(len(self._parts))]]
-        except Exception as failed:
-            if ranks is None:
-                raise
-            error = failed
+        self._sizes[:] = [await together(self._measure_all(), ranks)]
         if ranks is not None:
-            await ranks.check(error)
             await ranks.compare({"samples of the sources": self.sizes})
+
+    async def _measure_all(self) -> list[int]:
+        return [await self._measure(number) for number in range(len(self._parts))]
 
     def _part_of(self, batch: int, number: int) -> int:
         """Return about the samples of a global batch that are a stream's, which are then read from few streams."""

@@ -40,7 +40,7 @@ from asyncloader.bridge import in_thread
 from asyncloader.errors import RanksDisagree, is_about_sample
 from asyncloader.formats import ShardError
 from asyncloader.ranks.agreement import Agreement
-from asyncloader.ranks.exchange import RankExchange, difference, in_daemon
+from asyncloader.ranks.exchange import RankExchange, difference, in_daemon, together
 from asyncloader.remote.catalog import Shard, plain_list, read_list
 from asyncloader.remote.index_counts import read_records
 from asyncloader.remote.prefetch import Open
@@ -286,27 +286,25 @@ async def count_together(
         RanksDisagree: other values of `about` on another rank; or its error.
         The errors of `count`.
     """
-    shards: Sequence[Shard] = ()
-    counted: Sequence[Counted] = ()
-    sent, error = b"", None
-    try:
-        if ranks.rank == 0:
-            shards, counted = await count()
-            sent = await in_thread(partial(_packed, about, shards, counted))
-    except Exception as failed:
-        error = failed
-    await ranks.check(error)
-    data = await ranks.share(sent)
-    try:
+
+    async def mine() -> tuple[Sequence[Shard], Sequence[Counted], bytes]:
         if ranks.rank:
-            theirs = await in_thread(partial(json.loads, data))
-            if (differing := difference(theirs["about"], about, ranks.rank)) is not None:
-                raise differing
-            shards, counted = read_list(theirs["shards"]), [*map(Counted.of, theirs["counted"])]
-    except Exception as failed:
-        error = failed
-    await ranks.check(error)
-    return shards, counted
+            return (), (), b""
+        shards, counted = await count()
+        return shards, counted, await in_thread(partial(_packed, about, shards, counted))
+
+    shards, counted, sent = await together(mine(), ranks)
+    data = await ranks.share(sent)
+
+    async def of_rank_0() -> tuple[Sequence[Shard], Sequence[Counted]]:
+        if not ranks.rank:
+            return shards, counted
+        theirs = await in_thread(partial(json.loads, data))
+        if (differing := difference(theirs["about"], about, ranks.rank)) is not None:
+            raise differing
+        return read_list(theirs["shards"]), [*map(Counted.of, theirs["counted"])]
+
+    return await together(of_rank_0(), ranks)
 
 
 async def list_together(

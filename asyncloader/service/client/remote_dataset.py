@@ -265,15 +265,10 @@ class _FixedStreams(RemoteDataset, PlacedSamples, Dataset[Any]):
         Raises:
             ServiceUnavailable: no node could be reached in time.
         """
-        error: Exception | None = None
-        try:
-            await self._plan(batch)
-        except Exception as failed:
-            if ranks is None:
-                raise
-            error = failed
+        from asyncloader.ranks.exchange import together
+
+        await together(self._plan(batch), ranks)
         if ranks is not None:
-            await ranks.check(error)
             catalog, samples = self._planned[0]
             await ranks.compare({"samples": samples, "digest of the shards": catalog.fingerprint})
 
