@@ -20,7 +20,7 @@ from asyncloader.state import cursors as parts
 from asyncloader.state.epoch_counter import EpochClock, Tally
 from asyncloader.state.position import Position, done, ranges
 from asyncloader.state.schema import VERSION, explain_streams
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
 if TYPE_CHECKING:
@@ -219,37 +219,32 @@ class Progress:
         if self._expects["mode"] == "torch":
             # Only in torch mode: in seeded mode the workers' random numbers follow from `seed`.
             self.seeds = {"rank": self._rank, "base": base_seed, "shared": shared_seed}
-        given: list[int] = [0] * copies
-        cursors: list[PackedCursor | None] = [None] * copies
-        options = shared_seed, self.epoch, self._clock.sets_dataset
         saved = None if self._resumed is None else self._resumed["workers"]
+        inherited = self._inherited if saved is None and len(self._inherited) == copies else None
         if saved is None:
+            given, next_worker = [0] * copies, 0
             carried = None if self.carried is None else self.carried["cursors"]
             # Another length: its streams are counted anew since the state was loaded, and begin anew, too.
             saved_cursors = carried if carried is not None and len(carried) == copies else [None] * copies
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             # Persistent workers still have their datasets: they go on without a cursor.
-            if new_workers and len(self._inherited) == copies:
-                found = [parts.value_cursor(cursor) for cursor in self._inherited]
+            if new_workers and inherited is not None:
+                found = [parts.value_cursor(cursor) for cursor in inherited]
             assigned = self.carried is not None and "leases" in self.carried
-            starts = [EpochStart(*options, parts.later_cursor(each, assigned), message=self.message) for each in found]
-            cursors = [parts.packed_cursor(start.cursor) for start in starts]
-            if len(self._inherited) == copies:
-                cursors = self._inherited
-            self._position = self._position._replace(next_worker=0, given=tuple(given), cursors=tuple(cursors))
-            return base_seed, starts if streams is None else by_worker(starts, workers)
-        if saved.get("loader_streams") != streams:
-            raise StateError(explain_streams(saved.get("loader_streams"), streams, saved["num_workers"]))
-        starts = []
-        for number, (batches, saved_cursor) in enumerate(zip(saved["given"], saved["cursors"], strict=True)):
+            found = [parts.later_cursor(each, assigned) for each in found]
+        else:
+            if saved.get("loader_streams") != streams:
+                raise StateError(explain_streams(saved.get("loader_streams"), streams, saved["num_workers"]))
+            given, next_worker = saved["given"], saved["next"]
             # A cursor with a problem cannot be used: the stream must be read again.
-            cursor = None if saved_cursor is None or saved_cursor["problem"] else Cursor(**saved_cursor)
-            if cursor is not None:
-                cursors[number] = pickle_cursor(cursor)
-            skip = batches - (cursor.batches if cursor else 0)
-            starts.append(EpochStart(*options, cursor, skip, message=self.message))
-        given = saved["given"]
-        self._position = self._position._replace(next_worker=saved["next"], given=tuple(given), cursors=tuple(cursors))
+            found = [None if each is None or each["problem"] else Cursor(**each) for each in saved["cursors"]]
+        cursors = inherited or [parts.packed_cursor(each) for each in found]
+        self._position = self._position._replace(next_worker=next_worker, given=tuple(given), cursors=tuple(cursors))
+        options = shared_seed, self.epoch, self._clock.sets_dataset
+        starts = [
+            EpochStart(*options, cursor, batches - (cursor.batches if cursor and saved else 0), message=self.message)
+            for cursor, batches in zip(found, given, strict=True)
+        ]
         return base_seed, starts if streams is None else by_worker(starts, workers)
 
     def inherit(self, before: Progress) -> None:
