@@ -20,19 +20,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 from asyncloader.tracing.spans import TaskSpans, unpack
 
-
-class TraceEvents(NamedTuple):
-    """The content of a file.
-
-    Attributes:
-        facts: of the whole trace.
-        events: the trace events, as dictionaries.
-    """
-
-    facts: dict[str, Any]
-    events: Iterator[dict[str, Any]]
-
-
 MOST_LANES = 64
 """Lanes of one kind in a track."""
 
@@ -347,7 +334,6 @@ class _Maker:
         """The trace events."""
         left_out: Counter[str] = Counter()
         yield _metadata("process_name", _MAIN, 0, name=f"{self._facts['loader']} (pid {self._facts['pid']})")
-        yield _metadata("process_sort_index", _MAIN, 0, sort_index=0)
         for source, track in self._tracks.items():
             yield _metadata("process_name", track, 0, name=f"worker {source.worker} ({source.place})")
             yield _metadata("process_sort_index", track, 0, sort_index=1 + source.worker)
@@ -377,8 +363,8 @@ def _complete(span: Span, category: str, track: int, lane: int) -> dict[str, Any
     return {**event, "args": dict(span.figures)} if span.figures else event
 
 
-def trace_of(records: Iterable[Record], begin: float, end: float, facts: dict[str, Any]) -> TraceEvents:
-    """Make the trace of the records.
+def trace_of(records: Iterable[Record], begin: float, end: float, facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Make the trace events of the records.
 
     Args:
         records: in any order of time.
@@ -388,4 +374,4 @@ def trace_of(records: Iterable[Record], begin: float, end: float, facts: dict[st
     """
     maker = _Maker(begin, end, facts)
     maker.collect([each for each in records if each[0] >= begin])
-    return TraceEvents(facts, maker.events())
+    return maker.events()

@@ -15,6 +15,7 @@ import json
 import os
 import threading
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import perf_counter, time
@@ -29,7 +30,6 @@ from asyncloader.tracing.chrome import (
     Record,
     Source,
     StageRecord,
-    TraceEvents,
     trace_of,
 )
 
@@ -155,15 +155,11 @@ class Recording:
     # ------------------------------------------------------------------------------------------------ files
 
     def dump(self, file: Path) -> None:
-        """Write the trace so far. Blocks.
+        """Write the trace so far, or its last seconds. Blocks, for a while. Any thread.
 
         Raises:
             OSError: it cannot be written.
         """
-        write(file, self._events())
-
-    def _events(self) -> TraceEvents:
-        """Make the trace so far, or of its last seconds. Takes a while. Any thread."""
         now = perf_counter()
         begin = self._began if self._last is None else max(self._began, now - self._last)
         # Other threads append to it, at which an iteration over the deque would raise; `copy` is atomic.
@@ -175,7 +171,7 @@ class Recording:
             "seconds": now - begin,
             "complete": (len(records) != records.maxlen and not self._shortened) or records[0][0] <= begin,
         }
-        return trace_of(records, begin, now, facts)
+        _write(file, facts, trace_of(records, begin, now, facts))
 
     def finish(self, statistics: Statistics) -> None:
         """End the recording if it is still that of these statistics, and write its file. Blocks.
@@ -210,18 +206,14 @@ def _partial(file: Path) -> Path:
     return file.with_name(f".{file.name}.{os.getpid()}-{threading.get_ident()}.partial")
 
 
-def write(file: Path, trace: TraceEvents) -> None:
-    """Write a file, whole or not at all.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def _write(file: Path, facts: dict[str, Any], events: Iterable[dict[str, Any]]) -> None:
+    """Write a file, whole or not at all. Raises OSError."""
     partial = _partial(file)
     try:
         with partial.open("wb") as raw:
             packed = gzip.GzipFile(file.name, "wb", 6, raw) if file.name.endswith(".gz") else raw
             text = io.TextIOWrapper(packed, encoding="utf-8")
-            _write_events(text, trace)
+            _write_events(text, facts, events)
             text.detach()  # flushes it, and leaves the file open
             if packed is not raw:
                 packed.close()
@@ -232,12 +224,12 @@ def write(file: Path, trace: TraceEvents) -> None:
         raise
 
 
-def _write_events(text: io.TextIOWrapper, trace: TraceEvents) -> None:
+def _write_events(text: io.TextIOWrapper, facts: dict[str, Any], events: Iterable[dict[str, Any]]) -> None:
     # Event by event: one string of all would take as much memory as the file.
     text.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     encode = json.JSONEncoder(default=repr, separators=(",", ":")).encode
     comma = ""
-    for event in trace.events:
+    for event in events:
         text.write(comma + encode(event))
         comma = ",\n"
-    text.write(f'\n], "otherData": {json.dumps(trace.facts)}}}\n')
+    text.write(f'\n], "otherData": {json.dumps(facts)}}}\n')

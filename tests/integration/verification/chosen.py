@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from tests.integration.verification import awkward, planted, planted_draws
+from tests.integration.verification import awkward, planted
 
 
 def make() -> Any:
     name = Path(os.environ["VERIFY_CHOICE"]).read_text()
-    made: Any = next(getattr(each, name) for each in (planted, planted_draws, awkward) if hasattr(each, name))
+    made: Any = next(getattr(each, name) for each in (planted, awkward) if hasattr(each, name))
     return made()

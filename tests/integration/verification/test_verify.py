@@ -29,7 +29,7 @@ from asyncloader.verification.server import Interpreter
 from asyncloader.verification.user_code import UserFailure
 from asyncloader.verification.verify import Verification, verify
 from tests.helpers.running import ROOT, Deaths
-from tests.integration.verification import awkward, chosen, planted, planted_draws
+from tests.integration.verification import awkward, chosen, planted
 
 AWKWARD = Path(awkward.__file__)
 WITH_A_LINE = {
@@ -101,7 +101,7 @@ def test_a_cause_is_named_by_its_line(name: str, verified: Verify) -> None:
     *before, found = verified(name, kind=WITH_A_LINE[name])
     assert (found.state, found.name) == ("problem", WITH_A_LINE[name]), found
     assert not [each.name for each in before if each.state == "problem"], before
-    file = Path(str((planted if hasattr(planted, name) else planted_draws).__file__))
+    file = Path(str(planted.__file__))
     place = str(file.relative_to(Path.cwd())), line_of(file, name)
     assert (found.figures.get("file"), found.figures.get("line")) == place, found
 

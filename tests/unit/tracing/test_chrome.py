@@ -96,4 +96,4 @@ def test_no_message_comes_before_it_was_sent(ahead: float, delays: list[tuple[fl
 
 def events(records: Any, phases: str) -> list[dict[str, Any]]:
     trace = chrome.trace_of(records, 0.0, 20.0, {"loader": "DataLoader", "pid": 1})
-    return [each for each in trace.events if each["ph"] in phases]
+    return [each for each in trace if each["ph"] in phases]
