@@ -132,10 +132,6 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         """
         if not isinstance(iterator, ThreadIterator):  # which is torch's, and has no position
             state.newest = weakref.ref(iterator)
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                from asyncloader.ranks.watch import watch_ranks  # late: few programs have ranks
-
-                watch_ranks(self._asyncloader_spec, state.statistics)
         state.iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this one was among them.
         if state.closed:
