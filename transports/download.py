@@ -174,8 +174,10 @@ class Download(ABC, Generic[_K]):
             # The slot is not held during the delay that follows: other requests may need it.
             self.close()
 
-    def _recover(self, failed: RequestFailed, attempts: Attempts) -> None:
-        """Prepare the next request: for the bytes behind those that arrived, or for all."""
+    def _recover(self, failed: RequestFailed, attempts: Attempts) -> bool:
+        """Prepare the next request: for the bytes behind those that arrived, or for all. Return whether it is no retry,
+        because only the request was too short.
+        """
         self._attempts = attempts
         given = self._returned > self._start
         # Only with a validator can the next answer prove that it continues this version.
@@ -195,6 +197,7 @@ class Download(ABC, Generic[_K]):
             self._parts.clear()
         if failed.retryable and self._position > self._start:
             self._client.counts.resume()
+        return failed.kind == "unproved"
 
     async def _wait(self, arriving: Awaitable[bytes], most_s: float) -> bytes:
         """Wait for the next bytes of a response, and measure its rate. A wait counts as `most_s` seconds at most: after

@@ -242,7 +242,7 @@ class NetworkClient(ABC, Generic[_C]):
         step: Callable[[Scope], Awaitable[_R]],
         classify: Callable[[BaseException], RequestFailed | None],
         *,
-        recover: Callable[[RequestFailed, Attempts], None] | None = None,
+        recover: Callable[[RequestFailed, Attempts], bool] | None = None,
         attempts: Attempts | None = None,
         share: float = 0.5,
     ) -> _R:
@@ -252,7 +252,7 @@ class NetworkClient(ABC, Generic[_C]):
             path: the object; None: a listing.
             step: sends the request.
             classify: describes an error; None: it is not of a request, and is raised.
-            recover: called with each failure before it is judged.
+            recover: called with each failure before it is judged; True: the next request follows at once.
             attempts: those of the operation's earlier steps; None: it begins.
             share: as in `Attempts`.
         """
@@ -267,8 +267,8 @@ class NetworkClient(ABC, Generic[_C]):
                 if failed is None:
                     raise
                 attempts = attempts or Attempts(self._policy, began, share=share)
-                if recover is not None:
-                    recover(failed, attempts)
+                if recover is not None and recover(failed, attempts):
+                    continue
                 delay = self.judge(path, failed, attempts, loop.time())
             await self.sleep(delay)
 

@@ -212,6 +212,7 @@ async def test_bytes_behind_a_stop_are_requested_when_they_are_wanted(proves: bo
         while part := await download.part(3):
             got += part
         assert (got, store.asked) == (store.content(1)[2:], asked)
+        assert client.counts.total == 0
 
 
 async def test_an_error_that_is_not_the_stores_is_raised_as_it_is() -> None:
