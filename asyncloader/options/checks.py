@@ -352,8 +352,6 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
     if asked.get("worker_memory_limit") and options["workers"] is not None:
         why = "threads have no memory of their own" if threads else "a service's processes are its own"
         yield f"{_named(['worker_memory_limit'], asked)} nothing with workers=: {why}"
-    if threads and asked.get("ring_bytes"):
-        yield f"{_named(['ring_bytes'], asked)} nothing with workers={THREADS!r}, whose batches need no ring"
 
     if iterable and (asked.get("concurrency") or 1) > 1:
         yield (
@@ -362,14 +360,9 @@ def _without_effect(options: Mapping[str, Any], asked: Mapping[str, Any], iterab
         )
 
     if asked.get("decode_threads", 0) > 1:
-        text = f"{_named(['decode_threads'], asked)} nothing"
-        if options["decode"] is None and (options["workers"] is None or threads):
-            yield f"{text} without decode="
-        elif not awaited and (iterable or options["concurrency"] is None):
-            yield (
-                f"{text} for a blocking dataset without concurrency=, whose samples are decoded where they are "
-                "fetched. Raise num_workers, or set concurrency"
-            )
+        blocking = not awaited and (iterable or options["concurrency"] is None)
+        if blocking or (options["decode"] is None and (options["workers"] is None or threads)):
+            yield f"{_named(['decode_threads'], asked)} nothing without decode=, or where samples are not concurrent"
 
     if options["on_error"] == "raise" and asked.get("max_skipped_samples", 0) != 0:
         yield (

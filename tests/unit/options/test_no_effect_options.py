@@ -58,11 +58,11 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], str]] = [
         {"concurrency": 64},
         f"concurrency=64 does nothing for {ONE_AFTER_THE_OTHER}. Raise num_workers, or its read_ahead=",
     ),
-    (AWAITED, {"decode_threads": 2}, "decode_threads=2 does nothing without decode="),
+    (AWAITED, {"decode_threads": 2}, "decode_threads=2 does nothing without decode=, or"),
     (
         BLOCKING,
         {"decode": doubled, "decode_threads": 2},
-        "decode_threads=2 does nothing for a blocking dataset without concurrency=",
+        "decode_threads=2 does nothing without decode=, or where samples are not concurrent",
     ),
     (BLOCKING, {"max_skipped_samples": 10}, "max_skipped_samples=10 does nothing with on_error='raise'"),
     (BLOCKING, {"max_skipped_samples": None}, "max_skipped_samples=None does nothing with on_error='raise'"),
