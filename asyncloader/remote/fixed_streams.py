@@ -61,6 +61,9 @@ class FixedStreams(PlacedSamples, Dataset[Any]):
         seed: the loader's.
     """
 
+    lanes = LANES
+    """Global batches in a row that are read from different streams."""
+
     def __init__(self, source: RemoteIterableDataset, seed: int) -> None:
         self.source = source
         self.seed = seed
@@ -118,11 +121,6 @@ class FixedStreams(PlacedSamples, Dataset[Any]):
     def samples(self) -> int | None:
         """Number of samples in an epoch; None before `plan_streams`."""
         return self._planned[0].samples if self._planned else None
-
-    @property
-    def lanes(self) -> int:
-        """Global batches in a row that are read from different streams."""
-        return LANES
 
     def described(self) -> dict[str, Any]:
         """Return the values that must be the same where a state is loaded. The digest is None before `plan_streams`."""

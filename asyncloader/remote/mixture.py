@@ -146,6 +146,12 @@ class MixedSources(PlacedSamples, Dataset[Any]):
         seed: the loader's.
     """
 
+    lanes = LANES
+    """Global batches in a row that are read from different streams, about."""
+
+    elastic = None
+    """A state is of one order only."""
+
     def __init__(self, source: Mixture, seed: int) -> None:
         self.source = source
         self.seed = seed
@@ -225,15 +231,6 @@ class MixedSources(PlacedSamples, Dataset[Any]):
         source = self.source
         seed = self.seed if source.shuffle else None
         return MixtureOrder(self.sizes, weights, source.on_exhausted, source.num_samples, seed)
-
-    @property
-    def lanes(self) -> int:
-        """Global batches in a row that are read from different streams, about."""
-        return LANES
-
-    @property
-    def elastic(self) -> None:
-        """A state is of one order only."""
 
     def left(self, before: Sequence[Any], epoch: int) -> int:
         """Raise StateError: as `elastic` says."""

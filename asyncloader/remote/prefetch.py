@@ -210,7 +210,8 @@ class StreamBuffer:
         self._most = most
         self._wanted = wanted
         self._chunks: deque[bytes] = deque()
-        self._held = 0
+        self.held = 0
+        """Bytes in the buffer."""
         self._read = 0
         self._asked = False  # the consumer waits for a chunk
         self._room = asyncio.Event()
@@ -218,11 +219,6 @@ class StreamBuffer:
         self._task = asyncio.create_task(self._run(stream), name="asyncloader-read-ahead")
         # The end of the task is news, too: `next` may be waiting for a chunk that never comes.
         self._task.add_done_callback(lambda _: self._news.set())
-
-    @property
-    def held(self) -> int:
-        """Bytes in the buffer."""
-        return self._held
 
     async def next(self) -> bytes | None:
         """Return the next chunk, None at the end of the stream.
@@ -247,7 +243,7 @@ class StreamBuffer:
         if not self._chunks:
             return None
         chunk = self._chunks.popleft()
-        self._held -= len(chunk)
+        self.held -= len(chunk)
         self._room.set()
         return chunk
 
@@ -260,13 +256,13 @@ class StreamBuffer:
             if not self._task.cancelled():
                 self._task.exception()  # retrieved, so that asyncio does not log it
             self._chunks.clear()
-            self._held = 0
+            self.held = 0
 
     async def _run(self, stream: AsyncGenerator[bytes, None]) -> None:
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 self._chunks.append(chunk)
-                self._held += len(chunk)
+                self.held += len(chunk)
                 self._read += len(chunk)
                 # The consumer's request is answered: a chunk beyond `wanted` needs another request.
                 self._asked = False
@@ -278,4 +274,4 @@ class StreamBuffer:
     def _may_read(self) -> bool:
         if self._asked:
             return True
-        return self._held < self._most and (self._wanted is None or self._read < self._wanted)
+        return self.held < self._most and (self._wanted is None or self._read < self._wanted)

@@ -93,6 +93,9 @@ class Stores:
         cache_bytes: maximum size of the cache, as `CachedTransport` takes it. None: no limit.
         cache_revalidate: ask the store on each read whether the cached object is current.
 
+    Attributes:
+        options, transport, cache_dir: as given; the directory by its absolute path.
+
     Raises:
         ValueError: `cache_dir` together with `transport`: wrap it in a `CachedTransport` yourself, because only you
             know the URL that identifies its objects. Or `transport` together with `options`.
@@ -117,9 +120,9 @@ class Stores:
                 f"options {', '.join(sorted(options))} are for transports that are opened from URLs, and transport= is "
                 "open already: give them to its constructor"
             )
-        self._options = dict(options or {})
-        self._transport = transport
-        self._cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
+        self.options = dict(options or {})
+        self.transport = transport
+        self.cache_dir = None if cache_dir is None else os.path.abspath(os.fspath(cache_dir))  # noqa: PTH100 - no I/O
         self._cache_bytes = optional_size("cache_bytes", cache_bytes)
         self._cache_revalidate = cache_revalidate
         # Kept, because a worker may have another working directory. Only relative paths need it: it may be removed.
@@ -130,9 +133,9 @@ class Stores:
         self._owned = False
 
     def __repr__(self) -> str:
-        if self._transport is not None:
-            return f"<Stores of {self._transport!r}>"
-        return f"<Stores open={len(self._open)} cache_dir={self._cache_dir!r}>"
+        if self.transport is not None:
+            return f"<Stores of {self.transport!r}>"
+        return f"<Stores open={len(self._open)} cache_dir={self.cache_dir!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
         # An unpickled copy is the only user of its transport, and closes it.
@@ -146,7 +149,7 @@ class Stores:
 
     def for_another_loop(self) -> Stores:
         """Return stores for another loop than the one that reads: a transport belongs to one loop at a time."""
-        if self._transport is None:
+        if self.transport is None:
             return self.fresh()  # not pickled: options may hold functions
         try:
             copy: Stores = pickle.loads(pickle.dumps(self))
@@ -154,27 +157,12 @@ class Stores:
             return self.fresh()  # not picklable: the dataset has no workers, and this loop is the reading loop
         return copy
 
-    @property
-    def transport(self) -> Transport | None:
-        """The user's own transport; None if transports are opened from URLs."""
-        return self._transport
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """Keyword arguments of the transports that are opened."""
-        return self._options
-
-    @property
-    def cache_dir(self) -> str | None:
-        """The directory in which objects are cached."""
-        return self._cache_dir
-
     def name(self, url: str) -> str:
         """Return a text that names an object in this and in later processes: without a signature, and absolute."""
-        if scheme_of(url) == "file" and self._transport is None:
+        if scheme_of(url) == "file" and self.transport is None:
             return "/" + self.locate(url).path
         url = strip_signature(url)
-        return f"{url}?{endpoint}" if (endpoint := self._options.get("endpoint")) else url
+        return f"{url}?{endpoint}" if (endpoint := self.options.get("endpoint")) else url
 
     def find(self, url: str) -> tuple[Transport, str]:
         """Return the transport that reads `url`, and the path of `url` below its root. No I/O.
@@ -184,8 +172,8 @@ class Stores:
         Raises:
             UnknownScheme, TransportError, ValueError: the errors of `open_transport`.
         """
-        if self._transport is not None:
-            return self._transport, url.removeprefix("/")
+        if self.transport is not None:
+            return self.transport, url.removeprefix("/")
         location = self.locate(url)
         transport = self._open.get(location.root)
         if transport is None:
@@ -219,8 +207,8 @@ class Stores:
         failures: list[Exception] = []
         # Closes all, even if the caller is cancelled while one of them closes: `leave` does not come back for the rest.
         async with AsyncExitStack() as stack:
-            if self._owned and self._transport is not None:
-                stack.push_async_callback(_close, self._transport, failures)
+            if self._owned and self.transport is not None:
+                stack.push_async_callback(_close, self.transport, failures)
             for root, transport in reversed(self._open.items()):
                 stack.push_async_callback(self._close_opened, root, transport, failures)
         if failures:
@@ -232,15 +220,15 @@ class Stores:
         self._open.pop(root, None)
 
     def _open_root(self, root: str) -> Transport:
-        transport = open_transport(root, **self._options)
-        if self._cache_dir is None or not is_cached(root):
+        transport = open_transport(root, **self.options)
+        if self.cache_dir is None or not is_cached(root):
             return transport
         from asyncloader.transports.cached import CachedTransport
 
         url = strip_signature(root)
-        if endpoint := self._options.get("endpoint"):  # buckets of two endpoints may have the same name
+        if endpoint := self.options.get("endpoint"):  # buckets of two endpoints may have the same name
             url = f"{url}?{endpoint}"
-        return CachedTransport(transport, url, self._cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
+        return CachedTransport(transport, url, self.cache_dir, self._cache_bytes, revalidate=self._cache_revalidate)
 
     def _local_path(self, url: str) -> str:
         path = url
@@ -263,7 +251,7 @@ class Stores:
         path = _unquote(parts.path[1:])
         try:
             check_path(path.removesuffix("/"))
-            plain = "listing" not in self._options and "%2f" not in parts.path.lower()
+            plain = "listing" not in self.options and "%2f" not in parts.path.lower()
         except InvalidPath:
             plain = False  # it has empty parts or dots, which the server interprets
         if plain:

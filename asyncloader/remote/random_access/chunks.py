@@ -15,7 +15,7 @@ from asyncloader.formats.arrow_chunk import RowsFile, dump_rows
 from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.parquet_reading import Ranges, read_footer
-from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
+from asyncloader.remote.random_access.host_files import Content, HostFiles
 from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup, compression_of
 from asyncloader.remote.shard_sizes import decompress
 from asyncloader.remote.stores import Stores
@@ -25,9 +25,6 @@ from asyncloader.transports.blocking import BlockingPool
 
 MAX_UNPACKED = 4 << 30
 """The most bytes of a compressed shard that is accessed at random, after decompression: they are in memory once."""
-
-_MOST_NAMES = 1 << 12
-"""Names of decoded row groups that a loop remembers."""
 
 
 async def unpack(stores: Stores, shard: Shard, info: ObjectInfo | None) -> bytes:
@@ -87,7 +84,6 @@ class RowReader:
         self._slots = slots
         self._options = options
         self._wanted = "" if options.columns is None else repr([*options.columns])  # samples have them in this order
-        self._names: dict[tuple[OpenShard, int], FileName] = {}  # by the first row
 
     async def read(self, group: SampleGroup) -> list[Sample]:
         """Return samples of a shard, whose row groups are decoded at the same time.
@@ -124,14 +120,5 @@ class RowReader:
             return parsed.samples(content.read, rows)
 
         make = partial(decode_rows, opened.pinned, shard, opened.info, first, stop, options)
-        name = self._name(opened, first, stop)
+        name = opened.decoded_name(f"rows {first} to {stop}, few in a message {self._wanted}")
         return await self._files.use(name, partial(opened.decode, make), use, self._pool, self._slots)
-
-    def _name(self, opened: OpenShard, first: int, stop: int) -> FileName:
-        name = self._names.get((opened, first))
-        if name is None:
-            if len(self._names) >= _MOST_NAMES:
-                self._names.clear()
-            rows = f"rows {first} to {stop}, few in a message {self._wanted}"
-            name = self._names[opened, first] = opened.decoded_name(rows)
-        return name
