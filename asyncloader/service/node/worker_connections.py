@@ -85,7 +85,6 @@ class RelayedConnection:
         self._unanswered: dict[tuple[int, int], int] = {}  # bytes of each task's index, 0 while the task waits
         self._given_bytes = 0  # their sum
         self._waiting: deque[tuple[int, int, bytes]] = deque()  # unanswered tasks that the process does not have yet
-        self._waiting_bytes = 0
         self._exhausted = -1  # the newest epoch whose stream has ended: the process answers no further task of it
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
@@ -113,7 +112,8 @@ class RelayedConnection:
                         break  # the link keeps its other messages, until `_steer` reads it again
             finally:
                 self._send_joined()
-            if self._waiting_bytes + self._channel.unsent.memory > _MOST_WAITING:
+            waiting = sum(len(index) + _TASK_BYTES for _, _, index in self._waiting)
+            if waiting + self._channel.unsent.memory > _MOST_WAITING:
                 raise ValueError("more waits for its process than a loader of ours sends")
         except Exception as error:
             # Any error, also of our own code, ends the connection. One that goes on, answering PINGs and nothing else,
@@ -166,7 +166,6 @@ class RelayedConnection:
             return
         self._unanswered[epoch, task] = 0  # counted as waiting, not as given
         self._waiting.append((epoch, task, index))
-        self._waiting_bytes += len(index) + _TASK_BYTES
         if self._quota.full:
             # Perhaps this process has no task, and so no answer to come that would give the next task. The memory may
             # be that of the loader's other connections, and only the quota reports when it is free.
@@ -205,7 +204,6 @@ class RelayedConnection:
         try:
             while self._waiting and self._may_give:
                 epoch, task, index = self._waiting.popleft()
-                self._waiting_bytes -= len(index) + _TASK_BYTES
                 self._start(epoch, task, index)
             if self._waiting and self._quota.full:
                 self._quota.wait(self._give_soon)  # again: the quota calls each function once
@@ -214,9 +212,7 @@ class RelayedConnection:
 
     def _forget_waiting(self, epoch: int) -> None:
         """Drop waiting tasks of earlier epochs."""
-        if self._waiting:
-            self._waiting = deque(each for each in self._waiting if each[0] >= epoch)
-            self._waiting_bytes = sum(len(index) + _TASK_BYTES for _, _, index in self._waiting)
+        self._waiting = deque(each for each in self._waiting if each[0] >= epoch)
 
     def _renew_ring(self) -> None:
         """Send the process a larger ring, if it needs one. Raises RingMemoryError."""
@@ -293,11 +289,9 @@ class RelayedConnection:
             # reason on its own channel. Both arrive apart from this socket's end, often after it.
             self._loop.remove_reader(self._channel.fileno())
             if self._silent is None:
-                self._silent = self._loop.call_later(_SILENT_S, self._ended_silently)
-
-    def _ended_silently(self) -> None:
-        why = "Its worker connection ended, and its process lives on."
-        self.died(DeathReport(0, None, why, "", blamed=False, shared=False))
+                why = "Its worker connection ended, and its process lives on."
+                lost = DeathReport(0, None, why, "", blamed=False, shared=False)
+                self._silent = self._loop.call_later(_SILENT_S, self.died, lost)
 
     def _pass_on(self, kind: int, body: bytes) -> None:
         if kind == wire.RESULT:
@@ -436,7 +430,6 @@ class RelayedConnection:
             self._loop.remove_writer(self._channel.fileno())
             self._channel.close()
         self._waiting.clear()
-        self._waiting_bytes = 0
         self._quota.leave(self._give_soon)
         if self._silent is not None:
             self._silent.cancel()
@@ -448,7 +441,6 @@ class RelayedConnection:
         for epoch, task, _ in self._waiting:
             self._unanswered.pop((epoch, task), None)
         self._waiting.clear()
-        self._waiting_bytes = 0
         self._idle.clear()  # set whenever no task was unanswered, which was so at some time before
         if self._unanswered:
             await self._idle.wait()
