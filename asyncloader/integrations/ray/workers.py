@@ -139,16 +139,20 @@ class RayWorkers:
         with self._lock:
             self._start()
         data = _ray().put(definition.data)  # in Ray's store, once for all machines
-        if len(self._actors) < (self._nodes or 0):
-            text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
-            _log.warning(text, self, len(self._actors), self._nodes)
         token, ca, cert, key = _credentials(self._token)
         ask = partial(self._ask, definition.name, data)
         service = RayService(repr(self), token, tls_ca=ca, tls_cert=cert, tls_key=key, ask=ask)
-        if not self._ask(definition.name, data, _FIRST_S):
-            raise ServiceUnavailable(
-                f"{self!r}: no node was ready within {_FIRST_S:.0f} seconds. `ray list actors` says what Ray waits for"
-            )
+        deadline = time.monotonic() + _FIRST_S
+        while not self._ask(definition.name, data, _PAUSE_S):
+            if time.monotonic() > deadline:
+                raise ServiceUnavailable(
+                    f"{self!r}: no node was ready within {_FIRST_S:.0f} seconds. `ray list actors` says what Ray waits "
+                    "for"
+                )
+            time.sleep(_OTHERS_S)  # also where no machine has a free CPU yet
+        if len(self._actors) < (self._nodes or 0):
+            text = "%r: %d of %d machines have a free CPU, and the resources asked for; it runs on these"
+            _log.warning(text, self, len(self._actors), self._nodes)
         return service
 
     def _ask(self, name: str, data: Any, seconds: float = _OTHERS_S) -> tuple[str, ...]:
