@@ -435,7 +435,7 @@ class WorkerStreamFetcher(StreamFetcher):
         while len(data) < size and not self.ended:
             wanted = size - len(data)
             try:
-                samples = await self.dataset_iter.take(wanted)
+                samples: Sequence[Any] = await self.dataset_iter.take(wanted)
             except StopAsyncIteration:
                 self.ended = True
                 if self.dataset_iter.gave_back:  # the worker that gets these samples reports their errors, too
