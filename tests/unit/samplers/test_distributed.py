@@ -179,6 +179,12 @@ TAILS: dict[tuple[OnUneven, int], Tail] = {
 }
 
 
+@pytest.mark.parametrize(("rule", "left"), TAILS)
+def test_tail_by_rule(rule: OnUneven, left: int) -> None:
+    """The last samples of three ranks with batches of four, by rule."""
+    assert tail_of(left, share(4, 3, 0, rule)) == TAILS[rule, left]
+
+
 def test_error_rule_names_what_is_left() -> None:
     """on_uneven="error" raises when the end is reached, and names the ways out; `len` raises at once."""
     view = RankView(range(7), share(2, 3, 0, "error"))
