@@ -252,7 +252,8 @@ def _is_change(value: Any, number: int) -> bool:
         case [int(epoch), list() | tuple() as weights] if 0 <= epoch < 1 << 64 and len(weights) == number:
             whole = all(type(weight) is int and weight >= 0 for weight in weights)
             return whole and 0 < sum(weights) <= LARGEST
-    return False
+        case _:
+            return False
 
 
 class EpochPlaces:

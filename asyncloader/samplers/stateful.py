@@ -164,8 +164,18 @@ class StatefulDistributedSampler(DistributedSampler[int]):
         next_yielded: the loaded position that no iterator has taken yet, or None.
     """
 
-    yielded = 0
-    next_yielded: int | None = None
+    def __init__(
+        self,
+        dataset: Sized,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        self.yielded = 0
+        self.next_yielded: int | None = None
 
     def __iter__(self) -> Iterator[int]:
         if self.next_yielded is None:

@@ -160,9 +160,8 @@ def test_max_sample_bytes() -> None:
     assert peak < 1_000_000
 
 
-def test_wrong_arguments() -> None:
+@pytest.mark.parametrize("options", [{"start": -1}, {"stop": -1}, {"max_sample_bytes": 0}])
+def test_wrong_arguments(options: dict[str, Any]) -> None:
     """Offsets and limits are checked when the reader is made."""
-    options: dict[str, Any]
-    for options in ({"start": -1}, {"stop": -1}, {"max_sample_bytes": 0}):
-        with pytest.raises(ValueError, match=r"offsets|at least"):
-            JsonlReader(URL, **options)
+    with pytest.raises(ValueError, match=r"offsets|at least"):
+        JsonlReader(URL, **options)

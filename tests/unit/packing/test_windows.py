@@ -163,7 +163,7 @@ def test_other_sequences(position: tuple[int, Carried, int]) -> None:
 )
 def test_other_options(now: dict[str, Any], message: str) -> None:
     """The number of the rows that were delivered finds the next row only where the rows are packed as before."""
-    samples = [{"tokens": torch.ones(20)} for number in range(4)]
+    samples = [{"tokens": torch.ones(20)} for _ in range(4)]
     options: dict[str, Any] = {"max_tokens": MOST} | now
     position = run([JoinSequences(MOST)(samples)], False)[2][0]
     with pytest.raises(StateError, match=re.escape(message)):
