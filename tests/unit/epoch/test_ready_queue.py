@@ -22,7 +22,9 @@ async def test_a_waiter_that_is_cancelled_just_after_it_was_woken_loses_nothing(
     first, second, third = await waiting(queue, 3)
     queue.put(Finish())
     first.cancel()
-    await asyncio.wait([first, second, third])
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert [task.done() for task in (first, second, third)] == [True] * 3
     assert (first.cancelled(), second.cancelled(), third.cancelled()) == (True, False, False)
     assert len(queue.items) == 1
 
