@@ -19,16 +19,17 @@ from operator import attrgetter
 from typing import Any, NoReturn, Self
 
 import torch
+from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.checks import max_restarts
-from asyncloader.options.declaration import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, OnError, is_iterable
+from asyncloader.options.declaration import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, OnError
 from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.service.client.remote_dataset import RemoteDataset
-from asyncloader.sizes import optional_size
+from asyncloader.sizes import size
 from asyncloader.telemetry.run_figures import CONCURRENCY
 from asyncloader.workers.fetch.dataset_kinds import (
     MessagedDataset,
@@ -155,7 +156,8 @@ class EpochConfig:
     def of(cls, loader: LoaderSpec[Any]) -> Self:
         """The options as they are now."""
         ours, dataset, index_sampler = loader._asyncloader_options, loader.dataset, loader._index_sampler
-        iterable, assigned, seeded = is_iterable(loader), assigns_shards(dataset), ours.seed is not None
+        iterable: bool = loader._dataset_kind == DatasetKind.Iterable
+        assigned, seeded = assigns_shards(dataset), ours.seed is not None
         exact = not (ours.allow_replay or loader._asyncloader_replays)
         awaited, stateful, batches = is_async_dataset(dataset), is_stateful(dataset), bool(loader._auto_collation)
         in_flight = CONCURRENCY if ours.concurrency is None else ours.concurrency
@@ -213,8 +215,8 @@ class EpochConfig:
             "snapshot_every": every,
             # After a resume unordered shards are assigned in another order: a replayed stream has other batches.
             "dataset_snapshot_every": 1 if assigned and not loader.in_order else every,
-            "ring_bytes": optional_size("ring_bytes", ours.ring_bytes),
-            "worker_memory_limit": optional_size("worker_memory_limit", ours.worker_memory_limit),
+            "ring_bytes": ours.ring_bytes and size("ring_bytes", ours.ring_bytes),
+            "worker_memory_limit": ours.worker_memory_limit and size("worker_memory_limit", ours.worker_memory_limit),
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
             "loss": "" if seeded else dataset.loss if isinstance(dataset, MessagedDataset) else _LOSS,
         }
