@@ -1,4 +1,4 @@
-"""Names Unix sockets of loaders that can be watched, in a folder of this user.
+"""Names Unix sockets in a folder of this user: those of loaders that can be watched, and of a fork server.
 
 Data path: none.
 """
@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import socket
 import stat
 import sys
 import tempfile
 from contextlib import suppress
 from itertools import count
+from multiprocessing import process, util
 from pathlib import Path
+from typing import Any
 
 MOST_PATH = 103 if sys.platform == "darwin" else 107
 """Bytes of a Unix socket's path, at most."""
-_NAME = len("/4194304-0123456.sock")  # bytes that a socket's name takes
+_LISTENER = len("/listener-01234567")  # bytes that multiprocessing adds to its folder's name
 
 _numbers = count()
 
@@ -37,7 +40,7 @@ def folder() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     if runtime and _is_private(Path(runtime)):
         paths.insert(0, Path(runtime) / "asyncloader")
-    path = next((each for each in paths if len(os.fsencode(each)) + _NAME <= MOST_PATH), paths[-1])
+    path = next((each for each in paths if _fits(each / "01234567")), paths[-1])
     path.mkdir(mode=0o700, exist_ok=True)
     # Others may write to the folder for temporary files, and may have made this folder before.
     if not _is_private(path):
@@ -46,6 +49,25 @@ def folder() -> Path:
             "XDG_RUNTIME_DIR to a folder of your own"
         )
     return path
+
+
+def _fits(path: Path) -> bool:
+    """Whether a folder of this name has room for multiprocessing's sockets, which have longer names than ours."""
+    return len(os.fsencode(path)) + _LISTENER <= MOST_PATH
+
+
+def shorten_multiprocessing() -> None:
+    """Have multiprocessing put its sockets into `folder`, if the folder for temporary files leaves no room for them.
+
+    For this process and those that multiprocessing starts from it. Without this, none of its sockets can be made.
+    """
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    if _fits(Path(config.get("tempdir") or f"{tempfile.gettempdir()}/pymp-01234567")):
+        return
+    made = tempfile.mkdtemp(prefix="", dir=folder())
+    # At exit, when the sockets are not used any more, as `multiprocessing` removes a folder of its own.
+    util.Finalize(None, shutil.rmtree, (made, True), exitpriority=-100)
+    config["tempdir"] = made
 
 
 def _is_private(path: Path) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 
 from asyncloader.errors import WorkerDied
 from asyncloader.process_hooks import in_forked_child
+from asyncloader.socket_folder import shorten_multiprocessing
 from asyncloader.telemetry.counters import RECORD_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.default_signals import signals_blocked
@@ -63,6 +64,7 @@ def start(process: Any, context: Any, worker_id: int) -> None:
         ) from None
     if method == "forkserver":
         preload_in_fork_server(context)
+        shorten_multiprocessing()
     try:
         with file_of_main_hidden():
             try:

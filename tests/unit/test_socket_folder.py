@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from asyncloader.socket_folder import bind_socket, folder, sockets
+from tests.helpers.running import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -57,10 +59,38 @@ def test_names_of_sockets_that_were_left_are_not_taken() -> None:
     assert {*sockets()} == {left, other}
 
 
+LONG = """
+import os
+import sys
+import tempfile
+from multiprocessing import get_context
+from asyncloader.socket_folder import bind_socket
+from asyncloader.workers.process import start
+if __name__ == "__main__":
+    os.makedirs(sys.path[0] + "/" + 90 * "x")
+    tempfile.tempdir = sys.path[0] + "/" + 90 * "x"
+    sock, path = bind_socket()
+    sock.close()
+    path.unlink()
+    context = get_context("forkserver")
+    context.set_forkserver_preload([])
+    for _ in range(2):
+        process = context.Process(target=os.getpid)
+        start(process, context, 0)
+        process.join()
+        print(process.exitcode, path.parent, *{oct(each.stat().st_mode) for each in path.parent.iterdir()})
+"""
+
+
 def test_a_folder_whose_name_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has no sockets: loaders that are watched have them in a short folder of the user."""
+    """Has no sockets: loaders that are watched, and the fork server, have them in a short folder of the user."""
     long = tmp_path / ("y" * 90)
     long.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
     monkeypatch.setattr("tempfile.tempdir", str(long))
     assert folder() == Path(f"/tmp/asyncloader-{os.geteuid()}")
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", short)
+        done = run_script(tmp_path, LONG)
+        assert done.stdout.splitlines() == 2 * [f"0 {short}/asyncloader 0o40700"], done.stderr
+        assert not [*Path(short, "asyncloader").iterdir()]
