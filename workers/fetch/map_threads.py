@@ -87,6 +87,8 @@ class ThreadMapFetcher(MapFetcher):
             try:
                 return make(indices[item], maker.position(first, item))
             except Exception as error:
+                if maker.handler is None:
+                    raise  # not through a coroutine, which cannot raise StopIteration
                 return handle(item, error)
 
         def decode(item: int) -> Any:
@@ -96,6 +98,8 @@ class ThreadMapFetcher(MapFetcher):
             try:
                 return decoder.call(samples[item])
             except Exception as error:
+                if maker.handler is None:
+                    raise  # not through a coroutine, which cannot raise StopIteration
                 return handle(item, error)
 
         contexts, took, began = [copy_context() for _ in indices], list[float](), perf_counter()
