@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import copy
 import os
 import pickle
 import threading
@@ -33,6 +34,14 @@ _MOST = 20  # exceptions of a chain
 
 RELAY = "raise_worker_error"
 """The function that raises a worker's exception in the main process."""
+
+
+def said_again(error: BaseException) -> BaseException:
+    """Return a copy of an error to be raised later, without its traceback, which would keep the consumer's frames."""
+    try:
+        return copy.copy(error)
+    except Exception:  # a class of the user's that cannot be copied
+        return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def hide_our_frames(error: BaseException) -> None:

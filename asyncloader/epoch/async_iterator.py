@@ -47,7 +47,7 @@ from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.error_pickle import hide_our_frames
+from asyncloader.workers.error_pickle import hide_our_frames, said_again
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.memory.ring_manager import KeptRings
@@ -111,6 +111,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         # Why there are no more batches: None while there are, "" at the end of the epoch. A text, not an exception: a
         # raised one refers to the consumer's frames, and so to the batches that those hold.
         self._ended: str | None = None
+        self._unbegun: BaseException | None = None  # why the epoch could not begin
         self._closed = False
 
     def _begin(self) -> None:
@@ -296,6 +297,8 @@ class AsyncLoaderIterator(Generic[B_co]):
     async def _wait(self) -> None:
         """Wait until an item may be ready. Raises if no item will come."""
         if self._ended is not None:
+            if self._unbegun is not None:
+                raise said_again(self._unbegun)
             raise LoaderClosed(self._ended) if self._ended else EndOfData
         pipeline = self._pipeline
         if pipeline is None:
@@ -332,6 +335,8 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._consumer.drain_notices()
             return EndOfData()
         assert isinstance(item, Fail)
+        if not self._yielded and self._ended is None:
+            self._unbegun = said_again(item.error)
         self._ended = ""  # raised once; a caller that ignores it gets a normal end next
         await self.aclose()
         return item.error

@@ -38,6 +38,7 @@ from asyncloader.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.error_pickle import said_again
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.pool import WorkerPool
@@ -76,6 +77,7 @@ class WorkerIterator(CountedNext):
         self._consumer: Consumer | None = None
         self._acquired: Sequence[EpochStart] | None = None  # where newly started workers begin
         self._ended: str | None = None  # as in async_iterator.py
+        self._unbegun: BaseException | None = None  # why the epoch could not begin
         self._queue = BlockingQueue()
         self._taker: int | None = None  # the thread that is in `next`
         self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
@@ -164,7 +166,7 @@ class WorkerIterator(CountedNext):
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire()
         self._drop_taken()
-        self._ended = None
+        self._ended = self._unbegun = None
         self._fresh = True
         self._taker = None  # of the epoch before
         # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
@@ -217,6 +219,8 @@ class WorkerIterator(CountedNext):
         try:
             if self._ended is not None:
                 self._drop_taken()
+                if self._unbegun is not None:
+                    raise said_again(self._unbegun)
                 raise StopIteration if not self._ended else LoaderClosed(self._ended)
             if THIS_PROCESS.pid != self._owner:
                 raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
@@ -335,6 +339,8 @@ class WorkerIterator(CountedNext):
             return StopIteration()
         assert isinstance(item, Fail)
         unbegun = not self._rcvd_idx and self._ended is None and self._progress.agreement is None
+        if unbegun:
+            self._unbegun = said_again(item.error)
         if unbegun and self._persistent_workers and not self._pool.broken:
             self._ended = ""
             self._end_epoch()  # the workers are well: one of them could not begin
