@@ -14,7 +14,7 @@ import threading
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.version import __version__ as __version__
+from asyncloader.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from torch.utils.data import (
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
         random_split,
     )
 
-    from asyncloader.async_loader import AsyncDataLoader
     from asyncloader.errors import (
         DeviceUnavailable,
         LoaderClosed,
@@ -63,7 +62,11 @@ if TYPE_CHECKING:
         WorkerDied,
     )
     from asyncloader.integrations.install import install
-    from asyncloader.loader import DataLoader
+    from asyncloader.loaders.async_loader import AsyncDataLoader
+    from asyncloader.loaders.loader import DataLoader
+    from asyncloader.loaders.stateful_loader import StatefulDataLoader
+    from asyncloader.loaders.writing import write_shards
+    from asyncloader.loaders.writing import write_shards_sync as write_shards_sync
     from asyncloader.options.objects import DeviceOptions, Recovery, Tuning
     from asyncloader.packing.collate import PackSequences as PackSequences
     from asyncloader.packing.packed_loader import PackedLoader as PackedLoader
@@ -104,7 +107,6 @@ if TYPE_CHECKING:
     from asyncloader.sources.litdata_folder import LitDataFolder as LitDataFolder
     from asyncloader.sources.megatron import MegatronTokens as MegatronTokens
     from asyncloader.sources.tokens import TokenFile as TokenFile
-    from asyncloader.stateful_loader import StatefulDataLoader
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric, MetricSample
     from asyncloader.tracing.trace import Trace
@@ -112,19 +114,19 @@ if TYPE_CHECKING:
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng as sample_rng
     from asyncloader.workers.fetch.worker_resource import worker_resource as worker_resource
-    from asyncloader.writing import write_shards
-    from asyncloader.writing import write_shards_sync as write_shards_sync
 
 # The names of each module.
 _MODULES = {
-    "async_loader": "AsyncDataLoader",
     "errors": (
         "DeviceUnavailable LoaderClosed LoaderError LoaderTimeout NoEffectWarning "
         "PageLockError RanksDisagree RingMemoryError ServiceUnavailable ShardError ShardWriteError StateError "
         "TaskQuarantined TooManySkippedSamples UnsupportedPlatform WorkerDied"
     ),
     "integrations.install": "install",
-    "loader": "DataLoader",
+    "loaders.async_loader": "AsyncDataLoader",
+    "loaders.loader": "DataLoader",
+    "loaders.stateful_loader": "StatefulDataLoader",
+    "loaders.writing": "write_shards write_shards_sync",
     "options.objects": "DeviceOptions Recovery Tuning",
     "packing.collate": "PackSequences",
     "packing.packed_loader": "PackedLoader",
@@ -148,7 +150,6 @@ _MODULES = {
     "sources.litdata_folder": "LitDataFolder",
     "sources.megatron": "MegatronTokens",
     "sources.tokens": "TokenFile",
-    "stateful_loader": "StatefulDataLoader",
     "telemetry.diagnosis": "Diagnosis",
     "telemetry.metrics": "Metric MetricSample",
     "tracing.trace": "Trace",
@@ -156,7 +157,6 @@ _MODULES = {
     "workers.fetch.sample_errors": "SkippedSample",
     "workers.fetch.seeding": "sample_rng",
     "workers.fetch.worker_resource": "worker_resource",
-    "writing": "write_shards write_shards_sync",
 }
 _OWN = {name: f"asyncloader.{module}" for module, names in _MODULES.items() for name in names.split()}
 

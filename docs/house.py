@@ -23,8 +23,10 @@ PICTURE = ROOT / "docs" / "_static" / "house.svg"
 # Who may import whom: a room imports from its own line and from those above it. What a function imports late, when it
 # runs, is not counted.
 FLOORS = [
-    "errors cpus process_hooks shielding sizes socket_folder version workers.ipc",
-    "telemetry tracing events bridge formats transports workers.memory",
+    "errors",
+    "base",
+    "workers.ipc telemetry",
+    "tracing formats transports workers.memory",
     "workers.fetch ranks transports.testing",
     "samplers shared sources workers",
     "delivery packing remote service workers.threads",
@@ -34,10 +36,8 @@ FLOORS = [
     "options",
     "state",
     "epoch",
-    "explain worker_trial",
-    "live loader_methods",
-    "loader async_loader",
-    "stateful_loader writing",
+    "live",
+    "loaders",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
     "integrations asyncloader commands comparing verification",

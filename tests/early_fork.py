@@ -37,8 +37,8 @@ PROGRAMS = tuple(
 )
 
 PACKAGE = (
-    "asyncloader.loader",
-    "asyncloader.async_loader",
+    "asyncloader.loaders.loader",
+    "asyncloader.loaders.async_loader",
     "asyncloader.remote.dataset",
     "asyncloader.service.node.cli",
 )

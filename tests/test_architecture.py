@@ -111,7 +111,7 @@ def test_only_the_bridge_starts_a_loop() -> None:
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) in {"asyncio.run", "asyncio.Runner", "asyncio.new_event_loop", "uvloop.run"}
     }
-    assert starts <= {"asyncloader.bridge", "asyncloader.workers.worker"}
+    assert starts <= {"asyncloader.base.bridge", "asyncloader.workers.worker"}
 
 
 def test_nothing_is_shielded_by_asyncio() -> None:
@@ -134,7 +134,7 @@ def test_hooks_of_the_process_are_registered_in_one_place() -> None:
         if isinstance(node, ast.Attribute)
         and ast.unparse(node) in {"atexit.register", "os.register_at_fork", "threading._register_atexit"}
     }
-    assert uses == {"asyncloader.process_hooks"}
+    assert uses == {"asyncloader.base.process_hooks"}
 
 
 def uses_default_executor(call: ast.Call) -> bool:

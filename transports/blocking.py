@@ -14,8 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-from asyncloader.bridge import in_thread
-from asyncloader.shielding import shielded
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.shielding import shielded
 from asyncloader.transports.errors import ReadFailed, TransportClosed, TransportError
 
 _P = ParamSpec("_P")

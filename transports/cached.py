@@ -17,8 +17,8 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Self, TypeVar
 
+from asyncloader.base.sizes import Size, optional_size
 from asyncloader.errors import warn_aside
-from asyncloader.sizes import Size, optional_size
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.cache_blocks import CachedBlocks, find_newest, is_known

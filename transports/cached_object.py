@@ -15,7 +15,7 @@ from contextlib import aclosing
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
-from asyncloader.shielding import retrieve_error, wait_until_done
+from asyncloader.base.shielding import retrieve_error, wait_until_done
 from asyncloader.transports.base import ObjectInfo, PinnedReader
 from asyncloader.transports.cache_blocks import CachedBlocks, Claim
 from asyncloader.transports.cache_layout import (

@@ -23,7 +23,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.transports.errors import ReadFailed, TransportError
 from asyncloader.transports.http_answers import Headers, safe_url, status_error, version_of
 from asyncloader.transports.network_client import NetworkClient

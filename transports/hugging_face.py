@@ -17,7 +17,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.transports.checks import check_prefix
 from asyncloader.transports.errors import AccessDenied, ObjectNotFound, ReadFailed, TransportError
 from asyncloader.transports.http import HttpDownload, HttpTransport

@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 from aiofiles.threadpool import wrap
 from typing_extensions import Buffer
 
-from asyncloader.shielding import wait_until_done
+from asyncloader.base.shielding import wait_until_done
 from asyncloader.transports.base import ObjectInfo, PinnedReader, Transport, changed_error, overrides
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.checks import (

@@ -22,8 +22,8 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-from asyncloader.process_hooks import in_forked_child
-from asyncloader.shielding import shielded
+from asyncloader.base.process_hooks import in_forked_child
+from asyncloader.base.shielding import shielded
 from asyncloader.transports.errors import ReadFailed, TransportClosed, TransportError
 from asyncloader.transports.retry import Attempts, RequestFailed, RetryCounts, RetryPolicy
 

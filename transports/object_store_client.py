@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from typing_extensions import Buffer
 
-from asyncloader.process_hooks import at_exit, in_forked_child
+from asyncloader.base.process_hooks import at_exit, in_forked_child
 from asyncloader.telemetry.counters import count
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.download import SLOW_S

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from time import perf_counter
 from typing import Any
 
-from asyncloader.process_hooks import in_forked_child
+from asyncloader.base.process_hooks import in_forked_child
 
 
 class Bootstrap:

@@ -21,9 +21,9 @@ from pathlib import Path
 from time import monotonic, perf_counter
 from typing import Any
 
+from asyncloader.base.process_hooks import in_forked_child
+from asyncloader.base.socket_folder import shorten_multiprocessing
 from asyncloader.errors import WorkerDied
-from asyncloader.process_hooks import in_forked_child
-from asyncloader.socket_folder import shorten_multiprocessing
 from asyncloader.telemetry.counters import RECORD_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.default_signals import signals_blocked

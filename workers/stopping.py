@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from asyncloader.process_hooks import at_exit
-from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import at_exit
 
 _pools: LiveObjects[Any] = LiveObjects()  # of `WorkerPool`s
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
+from asyncloader.base.events import bare_index
 from asyncloader.errors import LoaderError, RingMemoryError
-from asyncloader.events import bare_index
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.error_answers import ErrorAnswers

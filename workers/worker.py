@@ -31,7 +31,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from asyncloader.bridge import loop_factory, run_until
+from asyncloader.base.bridge import loop_factory, run_until
 from asyncloader.telemetry.counters import RECORD_BYTES, Recorder, record_process
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals

@@ -15,8 +15,8 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from asyncloader.base.version import __version__
 from asyncloader.errors import LoaderError, text_of
-from asyncloader.version import __version__
 
 if TYPE_CHECKING:
     from asyncloader.commands.findings import Finding
@@ -183,7 +183,7 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
 
         return examine()
     if command == "inspect":
-        from asyncloader.bridge import run_in_thread
+        from asyncloader.base.bridge import run_in_thread
         from asyncloader.commands.shard_inspection import inspect
 
         return run_in_thread(inspect(flags["urls"], flags["format"], read=not flags["no_read"]))

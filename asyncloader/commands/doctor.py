@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from asyncloader.base.cpus import affinity, cpu_quota, usable_cpus
+from asyncloader.base.version import __version__
 from asyncloader.commands.findings import Finding, in_bytes
-from asyncloader.cpus import affinity, cpu_quota, usable_cpus
 from asyncloader.errors import text_of
-from asyncloader.version import __version__
 from asyncloader.workers.memory.segment import create, map_segment, memory_limit, reserve
 
 _SEGMENT = 64 << 20
@@ -156,7 +156,7 @@ def _start_methods() -> Iterator[Finding]:
 
 def _start(method: str, dataset: Any) -> float | str:
     """Return the seconds until a worker's first batch; or in words why none came."""
-    from asyncloader.loader import DataLoader
+    from asyncloader.loaders.loader import DataLoader
 
     began = perf_counter()
     try:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from asyncloader.bridge import run_in_thread
+from asyncloader.base.bridge import run_in_thread
 from asyncloader.commands.findings import Finding, as_lines, has_problem, in_bytes, printable
 from asyncloader.commands.terminal import coloured, encode_all, has_colours, print_finding, print_json, print_line
 from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all, relay

@@ -26,7 +26,7 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-from asyncloader.process_hooks import at_exit
+from asyncloader.base.process_hooks import at_exit
 
 _REPORTED = (1, 2, 4, 8, 16)  # numbers of batches after which a report is written
 _DEPTH, _MOST = 3, 200  # of attributes that are looked at
@@ -181,7 +181,7 @@ def begin() -> None:
     wraps = {
         "torch.utils.data.dataloader": recorder.wrap_torch,
         "torchdata.stateful_dataloader.stateful_dataloader": recorder.wrap_stateful,
-        "asyncloader.loader": recorder.wrap_ours,
+        "asyncloader.loaders.loader": recorder.wrap_ours,
     }
     sys.meta_path.insert(0, _AfterImport(wraps))
 

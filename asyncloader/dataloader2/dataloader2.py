@@ -20,7 +20,9 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import torch
 from torch.utils.data import MapDataPipe
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.process_hooks import in_forked_child
+from asyncloader.base.shielding import shielded
 from asyncloader.dataloader2.adapter import Adapter
 from asyncloader.dataloader2.async_iterator import LoaderAsyncIterator
 from asyncloader.dataloader2.datapipes.async_map import await_parts
@@ -40,8 +42,6 @@ from asyncloader.dataloader2.services.interface import (
     with_threads,
 )
 from asyncloader.errors import StateError
-from asyncloader.process_hooks import in_forked_child
-from asyncloader.shielding import shielded
 
 __all__ = [
     "POSITION_KEY_NAME",

@@ -22,13 +22,13 @@ from typing import Any, TypeAlias
 
 import torch
 
+from asyncloader.base.events import Action
 from asyncloader.delivery.accelerator import Accelerator, DoneEvent
 from asyncloader.delivery.cuda import LockingUnsupported
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import OnDevice, Stage
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.errors import warn_aside
-from asyncloader.events import Action
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics

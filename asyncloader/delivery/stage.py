@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
-from asyncloader.cpus import use_one_core
+from asyncloader.base.cpus import use_one_core
+from asyncloader.base.events import Action, Deliver, Fail
 from asyncloader.delivery.opener import Opener
-from asyncloader.events import Action, Deliver, Fail
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.workers.fetch.dataset_state import PackedCursor

@@ -21,7 +21,8 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.shielding import shielded
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch
@@ -31,7 +32,6 @@ from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
 from asyncloader.options.declaration import B_co, LoaderSpec
 from asyncloader.ranks.exchange import in_daemon
-from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics

@@ -30,7 +30,10 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.events import Action, Deliver, Fail, Finish, StoreFailed
+from asyncloader.base.process_hooks import THIS_PROCESS, own_pid
+from asyncloader.base.shielding import shielded
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
 from asyncloader.epoch.plan import make_pool, open_assignment, quarantine, start_method, worker_setup
@@ -38,11 +41,8 @@ from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
-from asyncloader.events import Action, Deliver, Fail, Finish, StoreFailed
 from asyncloader.options.declaration import B_co
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.process_hooks import THIS_PROCESS, own_pid
-from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import in_range, recorded

@@ -17,7 +17,18 @@ from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.events import (
+    NOTHING,
+    Action,
+    AllDropped,
+    CopyBegun,
+    Deliver,
+    Notice,
+    Poisoned,
+    WorkerFailure,
+)
+from asyncloader.base.shielding import shielded
 from asyncloader.delivery.opener import Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
 from asyncloader.epoch.pipeline import Pipeline
@@ -38,20 +49,9 @@ from asyncloader.epoch.sampler_reading import (
     SamplerReading,
 )
 from asyncloader.epoch.torch_iterator import TorchIterator
-from asyncloader.events import (
-    NOTHING,
-    Action,
-    AllDropped,
-    CopyBegun,
-    Deliver,
-    Notice,
-    Poisoned,
-    WorkerFailure,
-)
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.ranks.topology import without_batch
-from asyncloader.shielding import shielded
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.listener import Answer

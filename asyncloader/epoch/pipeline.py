@@ -19,13 +19,7 @@ from itertools import starmap
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.delivery.opener import raise_worker_error
-from asyncloader.epoch.respawn import Request, WorkerRespawner
-from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
-from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.epoch.timeout_report import report
-from asyncloader.errors import WorkerDied, ending, is_tried_again
-from asyncloader.events import (
+from asyncloader.base.events import (
     ENDED,
     NOTHING,
     Action,
@@ -48,6 +42,12 @@ from asyncloader.events import (
     Started,
     WorkerFailure,
 )
+from asyncloader.delivery.opener import raise_worker_error
+from asyncloader.epoch.respawn import Request, WorkerRespawner
+from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.epoch.timeout_report import report
+from asyncloader.errors import WorkerDied, ending, is_tried_again
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import PackedCursor

@@ -10,9 +10,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from asyncloader.base.events import Poisoned, PositionedIndex, bare_index
 from asyncloader.epoch.reassignment import quarantined
 from asyncloader.errors import TaskQuarantined, TooManySkippedSamples
-from asyncloader.events import Poisoned, PositionedIndex, bare_index
 from asyncloader.options.declaration import OnError
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.error_notes import index_text

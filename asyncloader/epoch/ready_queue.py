@@ -16,9 +16,9 @@ import queue
 from collections import deque
 from time import monotonic
 
-from asyncloader.bridge import SIGNALS_S
+from asyncloader.base.bridge import SIGNALS_S
+from asyncloader.base.events import Action
 from asyncloader.epoch.consumer import discard
-from asyncloader.events import Action
 
 
 class ReadyQueue:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from asyncloader.base.events import Died, Poisoned, bare_index
 from asyncloader.errors import QUARANTINE_ADVICE, TaskQuarantined, WorkerDied
-from asyncloader.events import Died, Poisoned, bare_index
 
 # Not two, which could still hit an innocent task by chance.
 KILLS = 3

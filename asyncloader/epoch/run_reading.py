@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 
-from asyncloader.cpus import cpu_limit, usable_cpus
+from asyncloader.base.cpus import cpu_limit, usable_cpus
 from asyncloader.epoch.plan import start_method
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.telemetry.counters import total

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from asyncloader.base.events import ENDED, NOTHING, Deliver
 from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
-from asyncloader.events import ENDED, NOTHING, Deliver
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 

@@ -30,11 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
-from asyncloader.epoch.reassignment import Reassignment, quarantined
-from asyncloader.epoch.reorder import ReorderBuffer
-from asyncloader.epoch.store_failures import StoreFailures
-from asyncloader.errors import shortened
-from asyncloader.events import (
+from asyncloader.base.events import (
     Action,
     Assign,
     Completed,
@@ -55,6 +51,10 @@ from asyncloader.events import (
     Task,
     bare_index,
 )
+from asyncloader.epoch.reassignment import Reassignment, quarantined
+from asyncloader.epoch.reorder import ReorderBuffer
+from asyncloader.epoch.store_failures import StoreFailures
+from asyncloader.errors import shortened
 
 Assignment = Literal["round_robin", "least_loaded"]
 

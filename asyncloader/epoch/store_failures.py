@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from asyncloader.events import Action, Assign, StoreFailed, Task
+from asyncloader.base.events import Action, Assign, StoreFailed, Task
 
 if TYPE_CHECKING:
+    from asyncloader.base.events import Deliver
     from asyncloader.epoch.reassignment import Reassignment
     from asyncloader.epoch.reorder import ReorderBuffer
-    from asyncloader.events import Deliver
 
 
 class StoreFailures:

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from asyncloader.base.events import Action, Exhausted
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import TaskQuarantined
-from asyncloader.events import Action, Exhausted
 
 
 class StreamTurns:

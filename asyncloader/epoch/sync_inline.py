@@ -24,13 +24,14 @@ from typing import Any, Protocol
 
 from torch.autograd import profiler
 
-from asyncloader.bridge import Bridge, Call, join_all
+from asyncloader.base.bridge import Bridge, Call, join_all
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import at_exit
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed
 from asyncloader.options.declaration import LoaderSpec
-from asyncloader.process_hooks import at_exit
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import NVTX, in_range
@@ -40,7 +41,6 @@ from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_ex
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.worker_resource import close_idle
-from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.stopping import stop_all_pools
 
 _CLOSED = "this iterator was shut down"

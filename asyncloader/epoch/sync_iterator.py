@@ -21,7 +21,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from asyncloader.bridge import Bridge, in_thread, run_in_thread
+from asyncloader.base.bridge import Bridge, in_thread, run_in_thread
+from asyncloader.base.events import Action, Deliver, Fail, Finish, StoreFailed
+from asyncloader.base.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
@@ -32,9 +34,7 @@ from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.epoch.torch_iterator import shared_seed
 from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
-from asyncloader.events import Action, Deliver, Fail, Finish, StoreFailed
 from asyncloader.options.declaration import LoaderSpec
-from asyncloader.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics

@@ -28,11 +28,11 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
-from asyncloader.process_hooks import at_exit
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import at_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.threads import JobThreads
-from asyncloader.workers.memory.live_objects import LiveObjects
 
 if sys.platform != "win32":
     import resource

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import textwrap
 
-from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.errors import shortened
-from asyncloader.events import (
+from asyncloader.base.events import (
     bare_index,
 )
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import shortened
 from asyncloader.workers import stacks
 from asyncloader.workers.pool import WorkerPool
 

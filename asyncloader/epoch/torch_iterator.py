@@ -29,7 +29,7 @@ from torch.utils.data import BatchSampler, IterableDataset
 from torch.utils.data import _DatasetKind as DatasetKind
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
-from asyncloader.events import PositionedIndex
+from asyncloader.base.events import PositionedIndex
 from asyncloader.options.auto import makes_threads
 from asyncloader.options.declaration import LoaderSpec, async_index_source, given_options
 from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource

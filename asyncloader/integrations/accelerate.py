@@ -17,11 +17,11 @@ from accelerate import skip_first_batches as _skip_first_batches
 from accelerate.data_loader import BatchSamplerShard, DataLoaderAdapter, DataLoaderDispatcher, SeedableRandomSampler
 from torch.utils.data import BatchSampler
 
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.loader import DataLoader
+from asyncloader.loaders.stateful_loader import StatefulDataLoader
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.clone import constructor_arguments, made_from
 from asyncloader.options.declaration import is_iterable
-from asyncloader.stateful_loader import StatefulDataLoader
 
 _TORCHS_OPTIONS = inspect.signature(torch.utils.data.DataLoader).parameters
 

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from asyncloader.async_loader import AsyncDataLoader
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.async_loader import AsyncDataLoader
+from asyncloader.loaders.loader import DataLoader
 from asyncloader.ranks.topology import topology
 from asyncloader.telemetry.metrics import Metric, MetricSample
 

@@ -31,11 +31,11 @@ from torch.utils.data.dataloader import (
     _SingleProcessDataLoaderIter,
 )
 
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.epoch.sync_inline import CountedNext
 from asyncloader.epoch.torch_iterator import ThreadIterator
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
-from asyncloader.process_hooks import in_forked_child
 
 _Torchs: Any = torch.utils.data.DataLoader
 

@@ -13,7 +13,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.loader import DataLoader
 
 
 class LoaderCallback(Callback):

@@ -20,9 +20,9 @@ try:
 except ImportError as error:
     raise ImportError(f"the instruments need opentelemetry ({error}): pip install opentelemetry-api") from None
 
+from asyncloader.base.version import __version__
 from asyncloader.integrations.exported import ExportedLoaders, Loader
 from asyncloader.telemetry.metrics import Metric, definitions
-from asyncloader.version import __version__
 
 __all__ = ["instrument"]
 

@@ -18,10 +18,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from asyncloader.base.socket_folder import folder, sockets
 from asyncloader.errors import LoaderError
 from asyncloader.live.snapshot import VERSION
 from asyncloader.service.protocol.sockets import check_peer
-from asyncloader.socket_folder import folder, sockets
 
 _MOST_LINE = 1 << 22
 _CONNECT_S = 5.0

@@ -22,14 +22,14 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from asyncloader.bridge import Bridge
+from asyncloader.base.bridge import Bridge
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.epoch.sync_inline import close_at_exit
 from asyncloader.errors import LoaderClosed
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import Reading, Snapshots
-from asyncloader.process_hooks import in_forked_child
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.memory.live_objects import LiveObjects
 
 _log = logging.getLogger("asyncloader")
 

@@ -21,10 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from asyncloader.base.socket_folder import bind_socket
 from asyncloader.live.broadcast import EVENTS, LINES, Broadcast
 from asyncloader.live.http_requests import MOST_HEAD, AnswerError, answer
 from asyncloader.service.protocol.sockets import check_peer
-from asyncloader.socket_folder import bind_socket
 
 _log = logging.getLogger("asyncloader")
 

@@ -17,13 +17,13 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from time import monotonic, time
 from typing import Any
 
+from asyncloader.base.peer_text import line_of
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import VERSION
 from asyncloader.service.node.admission import as_text
 from asyncloader.service.node.server import Node
 from asyncloader.service.node.sessions import Session
 from asyncloader.service.node.worker_processes import HostProcesses
-from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.stacks import process_state
 
 _log = logging.getLogger("asyncloader")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from time import perf_counter, time
 from typing import Any
 
-from asyncloader.explain import diagnose_run
+from asyncloader.live.explain import diagnose_run
 from asyncloader.live.snapshot import Reading, WorkerReading
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig

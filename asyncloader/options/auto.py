@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 from torch.utils.data import BatchSampler
 from torch.utils.data import _DatasetKind as DatasetKind
 
-from asyncloader.cpus import usable_cpus
+from asyncloader.base.cpus import usable_cpus
 from asyncloader.samplers.positions import LoaderDataset
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.source import THREADS

@@ -20,12 +20,12 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import BatchSampler
 
+from asyncloader.base.sizes import optional_size
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
 from asyncloader.options.auto import AUTO
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
-from asyncloader.sizes import optional_size
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, count_streams, is_async_dataset
 from asyncloader.workers.fetch.decoding import check_decode
 from asyncloader.workers.fetch.plain_calls import check_plain, is_awaited

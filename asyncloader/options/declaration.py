@@ -27,8 +27,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 from torch.utils.data import _DatasetKind as DatasetKind
 from typing_extensions import TypeVar
 
-from asyncloader.bridge import run_in_thread
-from asyncloader.cpus import affinity, cpu_quota
+from asyncloader.base.bridge import run_in_thread
+from asyncloader.base.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto import AUTO, AutoWorkers, check_choice, first_number, makes_threads
 from asyncloader.options.checks import (

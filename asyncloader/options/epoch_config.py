@@ -21,6 +21,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch.utils.data import _DatasetKind as DatasetKind
 
+from asyncloader.base.sizes import size
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.checks import max_restarts
@@ -29,7 +30,6 @@ from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.service.client.remote_dataset import RemoteDataset
-from asyncloader.sizes import size
 from asyncloader.telemetry.run_figures import CONCURRENCY
 from asyncloader.workers.fetch.dataset_kinds import (
     MessagedDataset,

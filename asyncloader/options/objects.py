@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from asyncloader.base.sizes import Size
 from asyncloader.options.checks import CHECKS
-from asyncloader.sizes import Size
 
 
 class _OptionObject:

@@ -29,12 +29,12 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
+from asyncloader.base.events import Action, AllDropped, Deliver, Fail, Finish, StoreFailed, WorkerFailure
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.peer_text import block_of, line_of
+from asyncloader.base.process_hooks import at_exit
 from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
-from asyncloader.events import Action, AllDropped, Deliver, Fail, Finish, StoreFailed, WorkerFailure
-from asyncloader.process_hooks import at_exit
 from asyncloader.ranks.process_group import RankGroup
-from asyncloader.workers.ipc.peer_text import block_of, line_of
-from asyncloader.workers.memory.live_objects import LiveObjects
 
 _T = TypeVar("_T")
 

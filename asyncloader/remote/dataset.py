@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import IterableDataset
 
-from asyncloader.bridge import run_in_thread
+from asyncloader.base.bridge import run_in_thread
+from asyncloader.base.sizes import Size, size
 from asyncloader.formats import MAX_SAMPLE_BYTES, Located, OnBad, Sample, ShardFormat
 from asyncloader.remote.assignment import AssignmentLog, ShardAssigner, StreamStart
 from asyncloader.remote.catalog import CUSTOM, PARQUET, Shard, fingerprint_of
@@ -57,7 +58,6 @@ from asyncloader.remote.stream_order import LANES
 from asyncloader.remote.worker_stream import LocalAssignments, WorkerStream
 from asyncloader.samplers.permutation import Permutation
 from asyncloader.samplers.positions import ShardStream
-from asyncloader.sizes import Size, size
 from asyncloader.transports import InvalidPath, SizeUnknown, Transport
 from asyncloader.workers.fetch.assignment_client import AssignmentSource
 

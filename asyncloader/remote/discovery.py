@@ -22,7 +22,7 @@ from contextlib import aclosing
 from functools import partial
 from urllib.parse import quote, unquote
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
 from asyncloader.remote.braces import MOST, expand
 from asyncloader.remote.catalog import Shard, format_of, named_format

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import numpy as np
 from torch.utils.data import Dataset
 
+from asyncloader.base.shielding import wait_until_done
 from asyncloader.formats import Sample
 from asyncloader.remote.batch_rows import BatchRows
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.stream_blocks import Element, StreamBlocks, TableRow, copied
 from asyncloader.remote.stream_order import LANES, OrderBefore, StreamOrder, StreamRun, order_of, read_before
 from asyncloader.samplers.positions import PlacedSamples
-from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.seeding import derive
 
 if TYPE_CHECKING:

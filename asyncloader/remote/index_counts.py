@@ -22,7 +22,7 @@ from urllib.parse import unquote
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import is_escaped, join_url, split_url
 from asyncloader.remote.sample_index import format_name, index_name

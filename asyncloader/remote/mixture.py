@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.shielding import wait_until_done
 from asyncloader.errors import StateError
 from asyncloader.ranks.exchange import together
 from asyncloader.remote.fixed_streams import FixedStreams
@@ -31,7 +32,6 @@ from asyncloader.remote.stream_order import LANES
 from asyncloader.samplers.mixture import MixedPositions, Place
 from asyncloader.samplers.mixture_order import MixtureOrder, OnExhausted, check_mixture, whole_weights
 from asyncloader.samplers.positions import LoaderDataset, PlacedSamples
-from asyncloader.shielding import wait_until_done
 from asyncloader.workers.fetch.context import context_managers
 from asyncloader.workers.fetch.dataset_kinds import digest_of, is_async_dataset
 from asyncloader.workers.fetch.seeding import derive

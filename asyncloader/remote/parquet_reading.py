@@ -23,11 +23,11 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.shielding import retrieve_error, shielded, wait_until_done
 from asyncloader.formats import LocatedSamples, OnBad, ShardError
 from asyncloader.formats.parquet import TAIL_BYTES, Footer, RowOptions, footer_size, parse_footer, read_batches
 from asyncloader.formats.rows import RecordBatchRows
-from asyncloader.shielding import retrieve_error, shielded, wait_until_done
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 from asyncloader.workers.fetch.threads import JobThreads
 

@@ -21,10 +21,10 @@ from operator import itemgetter
 from time import monotonic
 from typing import Any
 
+from asyncloader.base.shielding import retrieve_error, wait_until_done
 from asyncloader.formats import Located, LocatedSamples, OnBad, Sample, ShardError
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.shard_splitting import CatalogRange, SegmentRange, bytes_left
-from asyncloader.shielding import retrieve_error, wait_until_done
 from asyncloader.transports import TransportError
 
 AnyRange = CatalogRange | SegmentRange

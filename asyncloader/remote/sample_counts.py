@@ -36,7 +36,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.errors import RanksDisagree, is_about_sample
 from asyncloader.formats import ShardError
 from asyncloader.ranks.agreement import Agreement

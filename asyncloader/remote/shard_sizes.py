@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError
 from asyncloader.formats.compressed import STEP, Compression, decoder
 from asyncloader.remote.catalog import PARQUET, Shard

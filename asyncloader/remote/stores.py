@@ -29,9 +29,9 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
+from asyncloader.base.sizes import Size, optional_size
 from asyncloader.errors import NoEffectWarning
 from asyncloader.remote.catalog import BUCKETS, Shard
-from asyncloader.sizes import Size, optional_size
 from asyncloader.transports import Transport, open_transport
 from asyncloader.transports.checks import check_path
 from asyncloader.transports.errors import InvalidPath

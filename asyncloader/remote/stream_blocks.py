@@ -19,6 +19,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+from asyncloader.base.shielding import retrieve_error, shielded, wait_until_done
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import Sample, ShardError
 from asyncloader.formats.rows import Rows, RowTable
@@ -28,7 +29,6 @@ from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.sample_counts import Counted
 from asyncloader.remote.shard_splitting import SampleEdges, SegmentRange
 from asyncloader.remote.stream_order import Block, Segment, StreamOrder
-from asyncloader.shielding import retrieve_error, shielded, wait_until_done
 
 
 class TableRow(NamedTuple):

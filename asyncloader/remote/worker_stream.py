@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
+from asyncloader.base.shielding import shielded, wait_until_done
 from asyncloader.errors import StateError, is_about_sample
 from asyncloader.formats import Sample
 from asyncloader.formats.rows import Rows
@@ -29,7 +30,6 @@ from asyncloader.remote.catalog import Shard
 from asyncloader.remote.prefetch import Open, RangePrefetcher, RangeReading
 from asyncloader.remote.shard_splitting import CatalogRange, bytes_left
 from asyncloader.remote.shuffle import ShuffleBlocks
-from asyncloader.shielding import shielded, wait_until_done
 from asyncloader.workers.fetch.assignment_client import AssignmentReply, AssignmentSource
 
 ASK_AHEAD = 12 << 20

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import BatchSampler, DistributedSampler
 
-from asyncloader.events import PositionedIndex
+from asyncloader.base.events import PositionedIndex
 from asyncloader.ranks.topology import Topology, topology
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.generators import samplers_within

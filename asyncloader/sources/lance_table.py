@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import Dataset
 
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.formats.rows import values
-from asyncloader.process_hooks import in_forked_child
 from asyncloader.sources import lance_version
 from asyncloader.sources.tokens import positions
 from asyncloader.transports import ReadFailed

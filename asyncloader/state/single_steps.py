@@ -25,8 +25,8 @@ from asyncloader.samplers.index_stream import base_sampler
 from asyncloader.workers.source import THREADS
 
 if TYPE_CHECKING:
-    from asyncloader.async_loader import AsyncDataLoader
-    from asyncloader.loader import DataLoader
+    from asyncloader.loaders.async_loader import AsyncDataLoader
+    from asyncloader.loaders.loader import DataLoader
     from asyncloader.state.checkpoint import StateKeeper
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asyncloader.cpus import busy_seconds
+from asyncloader.base.cpus import busy_seconds
 from asyncloader.telemetry.counters import BLOCK_BYTES, KEYS, STAGES, Recorder, stage_times, total
 from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigures
 from asyncloader.telemetry.slow_samples import SlowFigures, figures, joined

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.tracing.recording import Recording, check_writable
 
 if TYPE_CHECKING:

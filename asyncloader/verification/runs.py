@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from asyncloader.async_loader import AsyncDataLoader
-from asyncloader.bridge import run_in_thread
-from asyncloader.loader import DataLoader
+from asyncloader.base.bridge import run_in_thread
+from asyncloader.loaders.async_loader import AsyncDataLoader
+from asyncloader.loaders.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import Kind, LoaderFacts

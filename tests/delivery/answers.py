@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from asyncloader.events import Deliver
+from asyncloader.base.events import Deliver
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory import segment

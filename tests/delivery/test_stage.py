@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from asyncloader.base.events import Action, Deliver, Fail, Finish
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Stage, _serve
-from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.listener import Answer
 from tests.delivery.answers import deliver, new_ring

@@ -16,11 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncloader.base.events import Action, Deliver
 from asyncloader.delivery.device_stage import DeviceStage
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import OnDevice
 from asyncloader.delivery.transfer import DeviceTransfer
-from asyncloader.events import Action, Deliver
 from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import batch_of, deliver, new_ring, overwrite_free_slots
 from tests.delivery.fake import PATIENCE_S, FakeMachine

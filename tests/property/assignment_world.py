@@ -17,10 +17,7 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-from asyncloader.epoch.resume_points import ResumePoints
-from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.errors import WorkerDied
-from asyncloader.events import (
+from asyncloader.base.events import (
     Action,
     Assign,
     Completed,
@@ -35,6 +32,9 @@ from asyncloader.events import (
     Replaced,
     Started,
 )
+from asyncloader.epoch.resume_points import ResumePoints
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import WorkerDied
 from asyncloader.formats import ShardError
 from asyncloader.remote.assignment import Reply
 from asyncloader.remote.assignment_state import EpochAssignment, stream_key

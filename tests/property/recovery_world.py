@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
 
-from asyncloader.epoch.scheduler import Assignment, Scheduler
-from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import (
+from asyncloader.base.events import (
     Action,
     Assign,
     Completed,
@@ -32,6 +30,8 @@ from asyncloader.events import (
     Started,
     Task,
 )
+from asyncloader.epoch.scheduler import Assignment, Scheduler
+from asyncloader.errors import TaskQuarantined, WorkerDied
 
 PLENTY = 1000  # restarts
 

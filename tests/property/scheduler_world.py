@@ -11,8 +11,7 @@ from random import Random
 
 from hypothesis import strategies as st
 
-from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import (
+from asyncloader.base.events import (
     Action,
     Assign,
     Completed,
@@ -26,6 +25,7 @@ from asyncloader.events import (
     Started,
     Task,
 )
+from asyncloader.epoch.scheduler import Scheduler
 
 assignments = st.sampled_from(["round_robin", "least_loaded"])
 randoms = st.randoms(use_true_random=False)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from asyncloader.base.events import Action, Assign, Completed, Deliver, Delivered, Offered, Pull, Started
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import Action, Assign, Completed, Deliver, Delivered, Offered, Pull, Started
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.listener import Answer

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncloader.base.events import Completed, Delivered, Died, Fail, Finish
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import WorkerDied
-from asyncloader.events import Completed, Delivered, Died, Fail, Finish
 from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from asyncloader.base.events import Action, Assign, Died, Fail, Finish, Poisoned
 from asyncloader.epoch import reassignment
 from asyncloader.epoch.reassignment import Reassignment
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Action, Assign, Died, Fail, Finish, Poisoned
 from tests.drawn import scaled
 from tests.property.recovery_world import PLENTY, World, map_world
 from tests.property.scheduler_world import assignments, randoms

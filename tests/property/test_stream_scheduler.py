@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.epoch.stream_scheduler import StreamScheduler, StreamTurns
-from asyncloader.errors import WorkerDied
-from asyncloader.events import (
+from asyncloader.base.events import (
     Action,
     Assign,
     Completed,
@@ -24,6 +22,8 @@ from asyncloader.events import (
     Replaced,
     Started,
 )
+from asyncloader.epoch.stream_scheduler import StreamScheduler, StreamTurns
+from asyncloader.errors import WorkerDied
 from tests.property.scheduler_world import randoms
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from asyncloader.base.events import Action
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.events import Action
 from asyncloader.workers.memory.ring import Ring
 from asyncloader.workers.watchdog import TaskWatchdog
 

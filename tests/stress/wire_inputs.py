@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from asyncloader.events import PositionedIndex
+from asyncloader.base.events import PositionedIndex
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, pack_opening

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from asyncloader.cpus import usable_cpus
+from asyncloader.base.cpus import usable_cpus
 from tests.verdicts.measuring import QUICK, Advised, Times, advise
 from tests.verdicts.planted import CannotPlant
 from tests.verdicts.rows import ROWS, SEEDS

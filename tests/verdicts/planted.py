@@ -24,7 +24,7 @@ import torch
 from aiohttp import web
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-from asyncloader.cpus import usable_cpus
+from asyncloader.base.cpus import usable_cpus
 from tests.helpers.http_store import HttpStore, serving, status
 
 

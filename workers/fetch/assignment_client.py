@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from asyncloader.shielding import shielded
+from asyncloader.base.shielding import shielded
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Subset
 
-from asyncloader.shielding import shielded
+from asyncloader.base.shielding import shielded
 from asyncloader.workers.fetch.data_end import not_the_end
 
 EXIT_SECONDS = 1.5

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
-from asyncloader.process_hooks import in_forked_child
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.workers.fetch.seeding import WORKERS_OWN, SampleRng, current_sample
 from asyncloader.workers.fetch.setup import WorkerSetup
 

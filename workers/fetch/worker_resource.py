@@ -22,14 +22,14 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Hashable
 from typing import Any, Generic, TypeVar, cast, overload
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import at_exit
+from asyncloader.base.shielding import shielded
 from asyncloader.errors import warn_aside
-from asyncloader.process_hooks import at_exit
-from asyncloader.shielding import shielded
 from asyncloader.workers.fetch.error_notes import add_note, index_text
 from asyncloader.workers.fetch.plain_calls import is_awaited
 from asyncloader.workers.fetch.sample import run_blocking
-from asyncloader.workers.memory.live_objects import LiveObjects
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")

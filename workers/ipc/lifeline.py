@@ -23,7 +23,7 @@ import select
 import signal
 import sys
 
-from asyncloader.process_hooks import in_forked_child
+from asyncloader.base.process_hooks import in_forked_child
 
 if sys.platform != "win32":
     import fcntl

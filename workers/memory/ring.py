@@ -39,10 +39,10 @@ from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
-from asyncloader.process_hooks import before_fork
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import before_fork
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.layout import PAGE, align
-from asyncloader.workers.memory.live_objects import LiveObjects
 
 LOCK_BYTES = 1 << 30
 """Bytes that are page-locked by one call, unless a slot is larger."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from asyncloader.events import bare_index
+from asyncloader.base.events import bare_index
 from asyncloader.telemetry.counters import Recorder, recording
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.fetch.worker_info import ContextInfo, answer_with

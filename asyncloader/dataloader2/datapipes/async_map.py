@@ -2,7 +2,7 @@
 
 Data path: graph -> [async_map: event loop in a thread, calls in flight] -> graph.
 
-The event loop has a thread (`asyncloader.bridge`) as long as the datapipe is read, in the main process or in a worker.
+The event loop has a thread (`base.bridge`) as long as the datapipe is read, in the main process or in a worker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import IterDataPipe
 
-from asyncloader.bridge import Bridge
+from asyncloader.base.bridge import Bridge
 from asyncloader.dataloader2.graph.utils import DataPipe, end_of, parts_of, replace_dp, traverse_dps
 
 _END = object()

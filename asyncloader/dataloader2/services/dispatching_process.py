@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterDataPipe
 
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.dataloader2.error import worker_died
 from asyncloader.dataloader2.graph._serialization import dumps
 from asyncloader.dataloader2.graph.utils import DataPipe
@@ -28,7 +29,6 @@ from asyncloader.dataloader2.random.seed_generator import SeedGenerator
 from asyncloader.dataloader2.utils.worker import Change, WorkerInfo, reset_graph
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import WorkerDied, ending
-from asyncloader.process_hooks import in_forked_child
 from asyncloader.workers.default_signals import handlers_deferred, set_worker_signals
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold

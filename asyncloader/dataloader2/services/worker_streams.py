@@ -30,7 +30,7 @@ from asyncloader.dataloader2.services.dispatching_process import Dispatched, Dis
 from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, WorkerInfo, reset_graph, worker_graph
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.loader import DataLoader
 from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset

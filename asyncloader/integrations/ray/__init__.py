@@ -9,7 +9,7 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 
 from asyncloader.integrations.ray.blocks import BlockSampler, RayBlocks
 from asyncloader.integrations.ray.workers import RayWorkers
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.loader import DataLoader
 from asyncloader.options.declaration import is_iterable
 
 __all__ = ["BlockSampler", "RayBlocks", "RayWorkers", "prepare_data_loader"]

@@ -9,7 +9,7 @@ import asyncio
 from bisect import bisect_left, bisect_right
 from functools import partial
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.formats import Sample, ShardError
 from asyncloader.formats.arrow_chunk import RowsFile, dump_rows
 from asyncloader.formats.parquet import RowOptions

@@ -21,7 +21,8 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Dataset
 
-from asyncloader.bridge import in_thread, run_in_thread
+from asyncloader.base.bridge import in_thread, run_in_thread
+from asyncloader.base.sizes import Size, optional_size, size
 from asyncloader.errors import NoEffectWarning
 from asyncloader.formats import MAX_SAMPLE_BYTES, Sample, ShardFormat
 from asyncloader.remote.catalog import file_names
@@ -31,7 +32,6 @@ from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog, in
 from asyncloader.remote.random_access.shard_reader import THREADS, ShardsReader
 from asyncloader.remote.reading import READ_AHEAD
 from asyncloader.remote.stores import LoopStores, LoopUse, Stores, names_of
-from asyncloader.sizes import Size, optional_size, size
 from asyncloader.transports import Transport
 from asyncloader.transports.blocking import BlockingPool
 from asyncloader.transports.open_files import OpenFiles

@@ -18,8 +18,10 @@ from time import monotonic
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.peer_text import line_of
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.errors import ServiceUnavailable
-from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.definition import Defined
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
@@ -37,8 +39,6 @@ from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, read_plan
 from asyncloader.service.protocol.sockets import check_peer, host_and_port
-from asyncloader.workers.ipc.peer_text import line_of
-from asyncloader.workers.memory.live_objects import LiveObjects
 
 _log = logging.getLogger("asyncloader")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from asyncloader.workers.ipc.peer_text import line_of
+from asyncloader.base.peer_text import line_of
 
 _FIRST_REST_S, _LONGEST_REST_S = 0.05, 3.0
 _FORGOTTEN_S = 60.0  # after which failures do not count any more

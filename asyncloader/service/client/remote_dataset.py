@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.samplers.positions import PlacedSamples, ShardStream
 from asyncloader.service.definition import FUNCTIONS, Defined, PickledDefinition, check_extra, pickle_definition
 from asyncloader.workers.source import THREADS

@@ -22,8 +22,10 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.peer_text import block_of, line_of
+from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.errors import ServiceUnavailable, WorkerDied
-from asyncloader.process_hooks import in_forked_child
 from asyncloader.service.client.connect import NodeConnection, Search, Unreachable, on_any_node
 from asyncloader.service.client.node_health import NodeHealth, node_order
 from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
@@ -37,8 +39,6 @@ from asyncloader.service.protocol.records import DeathReport, read_record
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel, Watched
-from asyncloader.workers.ipc.peer_text import block_of, line_of
-from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import WorkerHandle

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from asyncloader.base.peer_text import line_of
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello
-from asyncloader.workers.ipc.peer_text import line_of
 
 if TYPE_CHECKING:
     from asyncloader.service.definition import Definition

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.service.protocol.sockets import host_and_port
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Final
 
-from asyncloader.workers.ipc.peer_text import LINES_PER_MINUTE, LineLimit, block_of, line_of
+from asyncloader.base.peer_text import LINES_PER_MINUTE, LineLimit, block_of, line_of
 
 ALL_PER_MINUTE: Final = 300
 """Lines of all peers together in a minute, at most; and lines that no peer caused."""

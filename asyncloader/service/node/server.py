@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from asyncloader.base.peer_text import line_of
 from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
 from asyncloader.service.node.async_io import message_of, secure, send_whole, wait_for
@@ -44,7 +45,6 @@ from asyncloader.service.protocol.handshake import (
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import PlanRequest, messages, read_request
 from asyncloader.service.protocol.sockets import bind, check_peer
-from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.segment import memory_limit
 
 _log = logging.getLogger("asyncloader")

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
+from asyncloader.base.peer_text import line_of
 from asyncloader.service.definition import Defined, Made, PickledDefinition, load_definition
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
@@ -39,7 +40,6 @@ from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
-from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.task_runner import TaskRunner
 from asyncloader.workers.worker import serve_async, tune
 

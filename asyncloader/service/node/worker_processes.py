@@ -16,7 +16,8 @@ from functools import partial
 from math import inf
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.peer_text import LineLimit, line_of
 from asyncloader.service.node.admission import Refused
 from asyncloader.service.node.hosted_connection import ConnectionOpening
 from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
@@ -39,7 +40,6 @@ from asyncloader.workers import shutdown
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import channel_pair
 from asyncloader.workers.ipc.lifeline import Lifeline
-from asyncloader.workers.ipc.peer_text import LineLimit, line_of
 from asyncloader.workers.process import WorkerProcess
 
 _log = logging.getLogger("asyncloader")

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.node_log import set_up_log

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from asyncloader.socket_folder import MOST_PATH
+from asyncloader.base.socket_folder import MOST_PATH
 
 
 @dataclass(frozen=True)

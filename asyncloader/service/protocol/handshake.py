@@ -22,10 +22,10 @@ import torch
 from msgspec import Meta
 from torch.utils.data import default_collate, default_convert
 
+from asyncloader.base.version import __version__
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import Count, DatasetInfo, Name, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Catalog, check_catalog
-from asyncloader.version import __version__
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 

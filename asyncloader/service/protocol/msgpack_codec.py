@@ -18,6 +18,7 @@ from msgspec import Meta
 from torch._utils import ExceptionWrapper
 
 from asyncloader import errors
+from asyncloader.base.peer_text import block_of, line_of
 from asyncloader.errors import LoaderError
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import Unsendable, pack
@@ -30,7 +31,6 @@ from asyncloader.workers.fetch.dataset_state import Cursor, CursorPacker, Packed
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.ipc.peer_text import block_of, line_of
 
 _TEXT = 1 << 16
 """Characters of a traceback that are sent and accepted, at most. Its end is kept."""

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from asyncloader.events import PositionedIndex
+from asyncloader.base.events import PositionedIndex
 from asyncloader.service.protocol.batch_types import is_named_tuple, name_of, why_unrestorable
 from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample

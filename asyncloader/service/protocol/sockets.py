@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
 
 _UCRED = struct.Struct("@iII")  # process, user, group
 

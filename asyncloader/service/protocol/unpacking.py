@@ -23,6 +23,7 @@ import torch
 from msgspec import Meta
 from msgspec.msgpack import Ext
 
+from asyncloader.base.peer_text import line_of
 from asyncloader.packing.windows import Window
 from asyncloader.service.protocol.batch_types import REGISTERED, name_of
 from asyncloader.service.protocol.msgpack_values import (
@@ -39,7 +40,6 @@ from asyncloader.service.protocol.msgpack_values import (
     decoder,
     too_many_arrays,
 )
-from asyncloader.workers.ipc.peer_text import line_of
 from asyncloader.workers.memory.leaves import DTYPES
 
 _WINDOWS = {name_of(Window): Window}  # which `PackedLoader` checks before it packs them

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
-from asyncloader.cpus import usable_cpus
+from asyncloader.base.cpus import usable_cpus
 from asyncloader.dataloader2 import MultiProcessingReadingService
 from asyncloader.options.auto import first_number
 from tests.helpers.comparing import assert_same

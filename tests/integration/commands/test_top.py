@@ -21,7 +21,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.__main__ import main
-from asyncloader.socket_folder import folder
+from asyncloader.base.socket_folder import folder
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import PATIENCE_S, environment
 

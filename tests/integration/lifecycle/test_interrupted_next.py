@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, get_worker_info
 
 from asyncloader import DataLoader, LoaderError, Recovery, Tuning
-from asyncloader.bridge import Bridge, Call
+from asyncloader.base.bridge import Bridge, Call
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer
 from asyncloader.epoch.inline import InlineEpoch

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
-from asyncloader.bridge import Bridge
+from asyncloader.base.bridge import Bridge
 from asyncloader.workers.pool import WorkerPool
 from tests.helpers.datasets import AsyncNumbers, Numbers, Pids
 from tests.helpers.running import PATIENCE_S, Deaths, await_our_threads

@@ -12,10 +12,10 @@ import pytest
 
 from asyncloader import DataLoader, RemoteIterableDataset, write_shards_sync
 from asyncloader.formats import ShardError
+from asyncloader.loaders.writing import write_shards
 from asyncloader.remote.sample_counts import FOLDER
 from asyncloader.remote.shard_index import ShardNames, parse_index
 from asyncloader.transports import LocalTransport
-from asyncloader.writing import write_shards
 from tests.helpers.fixed_ranks import Recording
 from tests.helpers.rank_group import RankGroup
 from tests.helpers.remote_folders import dataset_of, flat, make_shards, number_of

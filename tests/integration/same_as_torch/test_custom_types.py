@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from asyncloader import AsyncDataLoader, DataLoader
+from asyncloader.base.events import Action, Deliver, Finish
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
-from asyncloader.events import Action, Deliver, Finish
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.ipc import wire

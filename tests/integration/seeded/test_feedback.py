@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Tuning
-from asyncloader.bridge import Bridge
+from asyncloader.base.bridge import Bridge
 from tests.helpers.running import BOTH
 from tests.helpers.seeded_datasets import Rows
 from tests.helpers.seeded_runs import Stepwise

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
+from asyncloader.base.events import Action, Deliver, Fail, Finish
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage
-from asyncloader.events import Action, Deliver, Fail, Finish
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
 from tests.delivery.answers import deliver, new_ring

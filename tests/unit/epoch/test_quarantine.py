@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from asyncloader.base.events import Poisoned, PositionedIndex, Task
 from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import Poisoned, PositionedIndex, Task
 from asyncloader.options.declaration import OnError
 from asyncloader.workers.fetch.sample_errors import SkippedSample, dropped_count
 

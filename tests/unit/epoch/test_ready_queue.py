@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from asyncloader.base.events import Finish
 from asyncloader.epoch.ready_queue import ReadyQueue
-from asyncloader.events import Finish
 
 
 async def waiting(queue: ReadyQueue, count: int) -> list[asyncio.Task[None]]:

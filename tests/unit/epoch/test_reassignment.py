@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
+from asyncloader.base.events import Died
 from asyncloader.epoch.reassignment import KILLS, Reassignment
 from asyncloader.errors import WorkerDied
-from asyncloader.events import Died
 
 
 class Deaths:

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.errors import WorkerDied
-from asyncloader.events import (
+from asyncloader.base.events import (
     Assign,
     Completed,
     Deliver,
@@ -19,6 +17,8 @@ from asyncloader.events import (
     Started,
     Task,
 )
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import WorkerDied
 
 
 def started(workers: int = 2, credits: int = 2, offers: int = 0, **options: Any) -> Scheduler:

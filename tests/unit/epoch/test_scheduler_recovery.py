@@ -4,10 +4,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.epoch.reassignment import quarantined
-from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.errors import TaskQuarantined, WorkerDied
-from asyncloader.events import (
+from asyncloader.base.events import (
     Action,
     Assign,
     Deliver,
@@ -24,6 +21,9 @@ from asyncloader.events import (
     Started,
     Task,
 )
+from asyncloader.epoch.reassignment import quarantined
+from asyncloader.epoch.scheduler import Scheduler
+from asyncloader.errors import TaskQuarantined, WorkerDied
 
 
 def started(workers: int = 2, credits: int = 2, offers: int = 0, max_restarts: int = 3, **options: Any) -> Scheduler:

@@ -12,11 +12,11 @@ import pytest
 
 from asyncloader import DataLoader, RemoteIterableDataset
 from asyncloader.formats import ShardFormat
+from asyncloader.loaders.writing import write_shards
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.index_counts import SampleOffsets
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import MemoryTransport
-from asyncloader.writing import write_shards
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 

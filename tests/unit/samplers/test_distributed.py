@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.events import PositionedIndex
+from asyncloader.base.events import PositionedIndex
 from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import BATCH_STRIDE, OnUneven, RankView, Share, Tail, tail_of
 from asyncloader.samplers.seeded import SeededSampler

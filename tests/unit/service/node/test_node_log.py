@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from asyncloader.base.peer_text import LINES_PER_MINUTE
 from asyncloader.service.node.node_log import ALL_PER_MINUTE, NodeLog
-from asyncloader.workers.ipc.peer_text import LINES_PER_MINUTE
 
 
 class Log:

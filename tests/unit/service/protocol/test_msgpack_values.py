@@ -20,7 +20,7 @@ from hypothesis.extra import numpy as stn
 from msgspec.msgpack import Ext
 
 from asyncloader import register_batch_type
-from asyncloader.events import PositionedIndex
+from asyncloader.base.events import PositionedIndex
 from asyncloader.service.protocol.msgpack_batches import BatchEncoder, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import MOST_ARRAYS, Unsendable, pack
 from asyncloader.service.protocol.unpacking import build, check, decode, unpack

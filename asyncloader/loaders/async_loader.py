@@ -10,14 +10,16 @@ import copy
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from asyncloader.bridge import in_thread
+from asyncloader.base.bridge import in_thread
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.shielding import shielded
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
-from asyncloader.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loaders.loader_methods import LoaderMethods, LoaderState
 from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -31,7 +33,6 @@ from asyncloader.options.declaration import (
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
-from asyncloader.shielding import shielded
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
 from asyncloader.state.single_steps import (
@@ -42,7 +43,6 @@ from asyncloader.state.single_steps import (
 )
 from asyncloader.telemetry.counters import recording
 from asyncloader.workers.fetch.context import wait_until_left
-from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 

@@ -25,8 +25,8 @@ from contextvars import copy_context
 from time import monotonic
 from typing import Any, Generic, TypeVar, cast
 
+from asyncloader.base.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.errors import LoaderClosed
-from asyncloader.process_hooks import THIS_PROCESS, own_pid
 
 try:
     # Imported with this module, not at the first `iter()`: it takes as long as starting a worker.

@@ -16,8 +16,8 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import IterableDataset, get_worker_info
 
-from asyncloader.async_loader import AsyncDataLoader
-from asyncloader.bridge import in_thread, run_in_thread
+from asyncloader.base.bridge import in_thread, run_in_thread
+from asyncloader.base.sizes import Size, size
 from asyncloader.errors import ShardWriteError
 from asyncloader.formats.encoder import BadSample, EncodedSamples, EncodingFailure, ShardEncoder, check_names
 from asyncloader.formats.jsonl import JsonlEncoder
@@ -25,12 +25,12 @@ from asyncloader.formats.mds_writer import MdsEncoder
 from asyncloader.formats.parquet_writer import ParquetEncoder
 from asyncloader.formats.tar import TarEncoder
 from asyncloader.formats.tfrecord import TFRecordEncoder
+from asyncloader.loaders.async_loader import AsyncDataLoader
 from asyncloader.remote.sample_source import Samples, SampleSource
 from asyncloader.remote.shard_cutting import ShardCutter
 from asyncloader.remote.shard_index import ShardNames
 from asyncloader.remote.shard_writing import ShardWriter, WrittenShard
 from asyncloader.remote.stores import Stores
-from asyncloader.sizes import Size, size
 from asyncloader.transports import Transport
 from asyncloader.workers.fetch.error_notes import add_note, index_text
 from asyncloader.workers.fetch.sample_errors import MissingSample

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import RandomSampler, default_collate, default_convert
 
-from asyncloader.cpus import usable_cpus
+from asyncloader.base.cpus import usable_cpus
 from asyncloader.options.auto import AutoWorkers
 from asyncloader.options.checks import warn_only_of
 from asyncloader.options.declaration import LoaderSpec
@@ -31,7 +31,7 @@ if sys.platform != "win32":
     import resource
 
 if TYPE_CHECKING:
-    from asyncloader.loader import DataLoader
+    from asyncloader.loaders.loader import DataLoader
 
 _log = logging.getLogger("asyncloader")
 
@@ -128,7 +128,7 @@ def _most_files() -> int:
 
 def _loader(spec: LoaderSpec[Any], workers: int) -> DataLoader[Any]:
     """A loader of the trial: of random samples, in batches like those of the user's."""
-    from asyncloader.loader import DataLoader
+    from asyncloader.loaders.loader import DataLoader
 
     ours, collate = spec._asyncloader_options, spec.collate_fn
     batched = spec.batch_size is not None or spec.batch_sampler is not None

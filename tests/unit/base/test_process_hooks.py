@@ -8,7 +8,7 @@ from tests.helpers.running import run_script
 
 SCRIPT = """
 import os, sys
-from asyncloader.process_hooks import at_exit, before_fork, in_forked_child
+from asyncloader.base.process_hooks import at_exit, before_fork, in_forked_child
 
 def say(text):
     os.write(1, f"{text} ".encode())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.socket_folder import bind_socket, folder, sockets
+from asyncloader.base.socket_folder import bind_socket, folder, sockets
 from tests.helpers.running import run_script
 
 
@@ -64,7 +64,7 @@ import os
 import sys
 import tempfile
 from multiprocessing import get_context
-from asyncloader.socket_folder import bind_socket
+from asyncloader.base.socket_folder import bind_socket
 from asyncloader.workers.process import start
 if __name__ == "__main__":
     os.makedirs(sys.path[0] + "/" + 90 * "x")

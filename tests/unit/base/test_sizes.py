@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.sizes import bytes_of, size
+from asyncloader.base.sizes import bytes_of, size
 
 
 @pytest.mark.parametrize(

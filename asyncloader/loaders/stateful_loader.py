@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, IterDataPipe, MapDataPipe
 
-from asyncloader.loader import DataLoader
+from asyncloader.loaders.loader import DataLoader
 from asyncloader.options.declaration import B_co, T_co, own_constructor
 from asyncloader.samplers.generators import draws_when_iterated
 from asyncloader.samplers.stateful import StatefulRandomSampler

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self
 
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from asyncloader.bridge import Bridge
+from asyncloader.base.bridge import Bridge
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers, refusal
 from asyncloader.errors import StateError
-from asyncloader.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loaders.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loaders.worker_trial import choose_workers
 from asyncloader.options.auto import set_workers
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
@@ -36,7 +37,6 @@ from asyncloader.state.single_steps import (
     no_step,
 )
 from asyncloader.telemetry.counters import recording
-from asyncloader.worker_trial import choose_workers
 from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.pool import WorkerPool
 

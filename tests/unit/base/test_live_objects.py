@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 
-from asyncloader.workers.memory.live_objects import LiveObjects
+from asyncloader.base.live_objects import LiveObjects
 
 
 class Thing:

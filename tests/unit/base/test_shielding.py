@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, Dataset
-from asyncloader.shielding import shielded
+from asyncloader.base.shielding import shielded
 
 
 @pytest.fixture

@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
+from asyncloader.base.live_objects import LiveObjects
 from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.epoch.torch_iterator import ThreadIterator
 from asyncloader.errors import LoaderClosed
-from asyncloader.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.live.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.single_steps import without_steps
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
-from asyncloader.workers.memory.live_objects import LiveObjects
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.workers.ipc.peer_text import LINE, LineLimit, block_of, line_of
+from asyncloader.base.peer_text import LINE, LineLimit, block_of, line_of
 
 HOSTILE = {
     "a line of its own": ("ok\n2026 ERROR forged", r"ok\n2026 ERROR forged"),

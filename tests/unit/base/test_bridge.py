@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from asyncloader.bridge import Bridge, in_thread, run_in_thread
+from asyncloader.base.bridge import Bridge, in_thread, run_in_thread
 from asyncloader.errors import LoaderClosed
 from tests.helpers.interrupting import Interrupt, Interruption, unnoticed_signal
 
@@ -291,7 +291,7 @@ def test_a_task_that_exits_ends_the_call_and_not_the_loop(
 ) -> None:
     """The caller gets the exception of the task, or of a task it waits for; the thread goes on until it is released."""
     if not fast:
-        monkeypatch.setattr("asyncloader.bridge.uvloop", None)
+        monkeypatch.setattr("asyncloader.base.bridge.uvloop", None)
     bridge = Bridge()
     bridge.acquire()
     _, thread = bridge.run(loop_thread())
@@ -327,7 +327,7 @@ def test_a_signal_ends_a_coroutine_in_a_thread_of_its_own(monkeypatch: pytest.Mo
         finally:
             ended.append(threading.current_thread())
 
-    monkeypatch.setattr("asyncloader.bridge.queue", SimpleNamespace(SimpleQueue=Answers, Empty=queue.Empty))
+    monkeypatch.setattr("asyncloader.base.bridge.queue", SimpleNamespace(SimpleQueue=Answers, Empty=queue.Empty))
     with unnoticed_signal(waiting.is_set), pytest.raises(Interrupt):
         run_in_thread(wait())
     (thread,) = ended
