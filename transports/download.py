@@ -351,7 +351,8 @@ class NetworkTransport(Transport, Generic[_K]):
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
         """Make the transport for a URL; the options are the constructor's."""
-        return cls(url, **options)
+        make: Callable[..., Self] = cls
+        return make(url, **options)
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """Read a whole object, like `Transport.read`; a download that breaks is resumed."""

@@ -355,7 +355,7 @@ async def in_thread(function: Callable[[], T]) -> T:
         except BaseException as error:
             outcome.append((None, error))
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(None))
+            loop.call_soon_threadsafe(_finish, done)
 
     thread = threading.Thread(target=copy_context().run, args=(call,), name="asyncloader-call", daemon=True)
     try:
@@ -372,6 +372,11 @@ async def in_thread(function: Callable[[], T]) -> T:
         finally:
             del error  # it refers to this frame
     return cast("T", result)
+
+
+def _finish(done: asyncio.Future[None]) -> None:
+    if not done.done():  # the caller may have been cancelled
+        done.set_result(None)
 
 
 def run_in_thread(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -305,7 +305,7 @@ class Reader(ABC):
         self._left -= 1
 
     def _fail(self, message: str, offset: int) -> NoReturn:
-        raise ShardError(message, url=self._url, offset=offset)
+        raise ShardError(message, url=self._url, offset=offset) from None
 
     def _bad(self, message: str, offset: int, resume: int, cause: BaseException | None = None) -> None:
         """Report a bad sample whose end is known: raise it, or pass it to `on_bad` and continue."""

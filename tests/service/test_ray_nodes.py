@@ -115,10 +115,10 @@ def test_nodes_that_are_late_or_begun_again(monkeypatch: pytest.MonkeyPatch, cap
 def test_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine whose CPUs are free later is waited for; then it is an error, which says where to look."""
     cluster = Cluster(monkeypatch)
-    monkeypatch.setattr(ray_workers.time, "sleep", lambda _: cluster.machines.update(one=2))
+    monkeypatch.setattr(f"{ray_workers.__name__}.time.sleep", lambda _: cluster.machines.update(one=2))
     assert list(RayWorkers().serve(DATASET).addresses) == ["tcp://one:1"]
     cluster.machines.clear()
-    monkeypatch.setattr(ray_workers.time, "sleep", lambda _: None)
+    monkeypatch.setattr(f"{ray_workers.__name__}.time.sleep", lambda _: None)
     monkeypatch.setattr(ray_workers, "_FIRST_S", 0.0)
     with pytest.raises(ServiceUnavailable, match="no node was ready within 0 seconds"):
         RayWorkers().serve(DATASET)

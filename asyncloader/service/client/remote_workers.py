@@ -72,6 +72,7 @@ class ServiceWorkers(Search):
         self._loader_name = secrets.token_hex(8)
         self._made: weakref.WeakSet[RemoteWorker] = weakref.WeakSet()
         self._next = 0
+        self._chosen: dict[int, str] = {}  # by thread: the node that it tries first for the worker that it connects
         # Not less than `_STANDS_S`: before, no connection can be known to stand, and a slow node would be an error.
         self._progress = NodeHealth(max(_STANDS_S, dataset.service.wait))
         self._answers = 0  # of workers that have ended
@@ -113,7 +114,11 @@ class ServiceWorkers(Search):
 
     def _connect(self, worker: int, setup: WorkerSetup) -> RemoteWorker:
         use = partial(self._open, worker=worker, setup=setup)
-        return on_any_node(self._service, self._defined, use, self)
+        try:
+            return on_any_node(self._service, self._defined, use, self)
+        finally:
+            with self._lock:
+                self._chosen.pop(threading.get_ident(), None)
 
     def order(self, addresses: Sequence[str]) -> Sequence[tuple[int, float]]:
         """Order the nodes by failures, and then by this loader's workers at them. See `Search`.
@@ -123,17 +128,19 @@ class ServiceWorkers(Search):
         """
         now = monotonic()
         with self._lock:
-            # Threads that connect at the same time count no workers yet; each begins at another node.
             turn = self._next
             self._next += 1
             there = Counter(worker.node for worker in self._made if not worker.released)
+            # Workers that other threads connect at this moment count at the nodes that they try first.
+            there.update(node for thread, node in self._chosen.items() if thread != threading.get_ident())
             stands = any(worker.works and now - worker.opened >= _STANDS_S for worker in self._made)
             problem = self._progress.problem(self._every_answer(), stands, now)
             failures = [self._progress.failures(each, now) for each in addresses]
             rests = [self._progress.rest(each, now) for each in addresses]
-        if problem is not None:
-            raise ServiceUnavailable(f"{self._service.url}: {problem}")
-        order = node_order([there[each] for each in addresses], turn, failures)
+            if problem is not None:
+                raise ServiceUnavailable(f"{self._service.url}: {problem}")
+            order = node_order([there[each] for each in addresses], turn, failures)
+            self._chosen.update({threading.get_ident(): addresses[number] for number in order[:1]})
         return [(number, rests[number]) for number in order]
 
     def _every_answer(self) -> int:
@@ -176,6 +183,7 @@ class ServiceWorkers(Search):
         with self._lock:
             self._progress.connected(node.address)
             self._made.add(made)
+            self._chosen.pop(threading.get_ident(), None)
         return made
 
     async def look(self, workers: Sequence[RemoteWorker], seconds: float) -> dict[int, Report]:
