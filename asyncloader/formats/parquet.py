@@ -270,9 +270,15 @@ def read_batches(
         except ShardError:
             raise
         except Exception as error:
-            # pyarrow wraps the errors of the file that it reads: a transport's must reach the caller as it is.
-            if groups.file.failure is not None:
-                raise groups.file.failure from None
+            # pyarrow wraps the errors of the file that it reads: a transport's must reach the caller as it is. pyarrow
+            # keeps the file, too, where no collector looks: the file must not refer to the error, nor to windows that
+            # do, because the error's traceback refers to this frame, and that to pyarrow.
+            failure, groups.file.failure, groups.file.windows = groups.file.failure, None, None
+            if failure is not None:
+                try:
+                    raise failure from None
+                finally:
+                    del failure
             raise ShardError(
                 f"row group {number} is damaged, after row {at:,}: {_text(error)}", url=footer.url, offset=place
             ) from error

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import decimal
+import gc
 import io
+import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -263,6 +266,26 @@ def test_errors_of_the_ranges_come_through() -> None:
     with pytest.raises(ConnectionError) as caught:
         next(read_rows(footer_of(data), lambda ranges: broken))
     assert caught.value is error
+
+
+def test_a_read_that_failed_is_freed() -> None:
+    """Although pyarrow refers to the file where the garbage collector does not look, and the error to the reader."""
+
+    class Failing(Ranges):
+        def __call__(self, ranges: Sequence[tuple[int, int]]) -> Future[Sequence[bytes]]:
+            answer: Future[Sequence[bytes]] = Future()
+            answer.set_exception(OSError("gone"))
+            return answer
+
+    data = parquet(range(20))
+    fetch = Failing(data)
+    freed = weakref.ref(fetch)
+    batches = read_batches(footer_of(data), fetch, start=0, stop=None, options=RowOptions())
+    with suppress(OSError):
+        next(batches)
+    del batches, fetch
+    gc.collect()
+    assert freed() is None
 
 
 def test_an_encrypted_column() -> None:
