@@ -25,7 +25,8 @@ from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.inline_reader import make_reader
 from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.epoch.run_reading import tell_verdict
-from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
+from asyncloader.epoch.sampler_reading import pull_timed
+from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig

@@ -9,10 +9,12 @@ next call asks the sampler again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 from asyncloader.base.events import ENDED, NOTHING, Deliver
-from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
+from asyncloader.epoch.torch_iterator import TorchIterator
+from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 
@@ -133,3 +135,33 @@ class SamplerReading:
                 return
             # No calls from here on: after Ctrl-C each index must be either counted and kept, or taken again.
             self._extra, self._tasks, self._short = (*self._extra, offer), self._tasks + 1, self._short - 1
+
+
+def pull_timed(torch_iter: TorchIterator, task: int, progress: Progress, statistics: Statistics) -> Any:
+    """Advance a plain sampler. Returns the index of this task, and notes its step in `progress`; a second call for the
+    same task returns the same again.
+
+    Raises:
+        StopIteration: at the end.
+        Exception: the sampler's.
+    """
+    order = torch_iter.order
+    assert order is not None
+    # As `TorchIterator.pull`, which is called where a library has put an iterator in the place of the order.
+    pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
+    began = perf_counter()
+    try:
+        step, index = pull(task)
+    except StopIteration:
+        raise
+    except Exception:
+        progress.cut_short = True
+        del torch_iter, pull  # the error, which may be kept, refers to this frame, and must not keep the iterator
+        raise
+    seconds, log = perf_counter() - began, order.log
+    if log is None:
+        statistics.note_sampler(seconds)
+    else:
+        time_pull(log, statistics.recorder, seconds)
+    progress.pulled(task, step)
+    return index

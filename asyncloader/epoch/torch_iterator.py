@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from time import perf_counter
 from typing import Any, Self
 
 import torch
@@ -42,9 +41,8 @@ from asyncloader.samplers.generators import (
     iterates_plainly,
     own_generator,
 )
-from asyncloader.samplers.index_stream import IndexStream, time_pull
+from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
-from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.dataset_kinds import count_streams, is_async_dataset
 from asyncloader.workers.fetch.seeding import derive, draw_device
 
@@ -168,36 +166,6 @@ class TorchIterator(_BaseDataLoaderIter):
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
-
-
-def pull_timed(torch_iter: TorchIterator, task: int, progress: Progress, statistics: Statistics) -> Any:
-    """Advance a plain sampler. Returns the index of this task, and notes its step in `progress`; a second call for the
-    same task returns the same again.
-
-    Raises:
-        StopIteration: at the end.
-        Exception: the sampler's.
-    """
-    order = torch_iter.order
-    assert order is not None
-    # As `TorchIterator.pull`, which is called where a library has put an iterator in the place of the order.
-    pull = order.pull if torch_iter.__dict__["_sampler_iter"] is order else torch_iter.pull
-    began = perf_counter()
-    try:
-        step, index = pull(task)
-    except StopIteration:
-        raise
-    except Exception:
-        progress.cut_short = True
-        del torch_iter, pull  # the error, which may be kept, refers to this frame, and must not keep the iterator
-        raise
-    seconds, log = perf_counter() - began, order.log
-    if log is None:
-        statistics.note_sampler(seconds)
-    else:
-        time_pull(log, statistics.recorder, seconds)
-    progress.pulled(task, step)
-    return index
 
 
 def _on_device_of(generator: torch.Generator | None) -> AbstractContextManager[Any]:

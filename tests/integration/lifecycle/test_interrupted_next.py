@@ -17,9 +17,10 @@ from asyncloader.epoch.consumer import Consumer
 from asyncloader.epoch.inline import InlineEpoch
 from asyncloader.epoch.inline_prefetch import BatchPrefetcher
 from asyncloader.epoch.inline_reader import StreamsInTurn
+from asyncloader.epoch.sampler_reading import pull_timed
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
-from asyncloader.epoch.torch_iterator import TorchIterator, pull_timed
+from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.samplers.index_stream import IndexStream
 from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
