@@ -26,7 +26,8 @@ BOUNDED = {
     "Bridge.wait_for_releases: thread.join": "its argument",
     "FetchPlace.close: self._thread.join": "its argument, which at exit is a deadline that all have in common",
     "JobThreads.join: thread.join": "its argument",
-    "Handles._settle: self._lock.acquire": "not at all: it does not block",
+    "_Table.settle: self._lock.acquire": "not at all: it does not block",
+    "_Table.end: self.settle": "ditto",
     "_settle: time.sleep": "a twentieth of a second",
     # Processes end by themselves once they are asked to, whatever the threads of this process do.
     "hang_up: poll.poll": "five seconds",
@@ -34,7 +35,9 @@ BOUNDED = {
     # Reached from a finalizer only where no thread can be started any more, and then no other thread uses the pool.
     "WorkerPool.stop: with self._stop_lock": "five seconds",
     "WorkerPool.stop: with self._making": "as long as a line of code takes",
-    "WorkerPool.stop: shutdown.run": "five seconds",
+    "LocalWorkers.end: shutdown.run": "eight seconds",
+    "LocalWorkers._let_go: with self._lock": "not at all: no other thread uses it",
+    "ThreadWorkers._end: worker.join": "a deadline that all threads have in common",
 }
 
 

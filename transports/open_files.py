@@ -120,8 +120,10 @@ class OpenFile:
         return descriptor
 
     def __del__(self) -> None:
-        with suppress(AttributeError):  # `__init__` failed
-            self.close()
+        # Without our own functions, which may be gone at exit. The attribute is missing if `__init__` failed.
+        descriptor = getattr(self, "_descriptor", -1)
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class OpenFiles:
