@@ -70,7 +70,7 @@ def run_of(config: EpochConfig, statistics: Statistics) -> Run:
         threads=config.fetch_threads,
         decode_threads=config.decode_threads if config.concurrent and config.decode is not None else 0,
         concurrency=config.concurrency,
-        tried={} if config.auto is None else {"num_workers": (config.auto.number, 1.0)},
+        automatic=frozenset() if config.auto is None else frozenset({"num_workers"}),
         slow=statistics.slow_samples(),
         in_order=config.in_order,
         memory_limit=config.worker_memory_limit,

@@ -284,17 +284,12 @@ def _activity(worker: WorkerReading, spent: Mapping[Stage, float], since: float)
 
 def _verdict(verdict: Diagnosis | None) -> dict[str, Any]:
     if verdict is None:
-        return {
-            "bound": "unknown", "ok": True, "text": "Nothing was loaded yet.", "evidence": {}, "change": {},
-            "gain": 1.0, "candidates": [],
-        }  # fmt: skip
+        return {"bound": "unknown", "ok": True, "text": "Nothing was loaded yet.", "evidence": {}, "candidates": []}
     return {
         "bound": verdict.bound,
         "ok": verdict.bound in ("unknown", "consumer"),
         "text": verdict.text,
         "evidence": {name: float(value) for name, value in verdict.evidence.items()},
-        "change": {name: repr(value) for name, value in verdict.change.items()},
-        "gain": float(verdict.gain),
         "candidates": [{name: repr(value) for name, value in each.items()} for each in verdict.candidates],
     }
 

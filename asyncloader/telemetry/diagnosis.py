@@ -4,9 +4,8 @@ Data path: run_figures -> [diagnosis] -> explain.
 
 `diagnose` first asks whether the consumer waits at all: a consumer that hardly does is the bound itself. Then it names
 the stage that took most of the time, and the worker, the shards or the samples that were slow. These are facts; what
-another setting would gain is not among them, as only a trial shows it. Settings that the loader itself has tried are
-named with the factor that it measured (`Diagnosis.change`), others as worth trying (`Diagnosis.candidates`): each is an
-option that acts on the cause of the waiting, and alters neither order nor samples.
+another setting would gain is not among them, as only a trial shows it. Settings that are worth trying are named
+(`Diagnosis.candidates`): each is an option that acts on the cause of the waiting, and alters neither order nor samples.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def candidates(run: Run, bound: str) -> tuple[dict[str, Any], ...]:
     """
     found: list[dict[str, Any]] = []
     for each in _settings(run, bound):
-        if each not in found and not each.keys() & run.tried.keys():
+        if each not in found and not each.keys() & run.automatic:
             found.append(each)
     return tuple(found[:_MOST])
 
@@ -134,19 +133,15 @@ class Diagnosis(NamedTuple):
     Attributes:
         bound: what bounds it; see `Bound`.
         evidence: the figures that show it, in seconds per batch or as shares.
-        change: options that are "auto" and for which the loader's trials, in this process, have kept another value than
-            the first, with that value; ``loader.clone(**change)`` sets it from the beginning. Empty otherwise.
-        gain: the measured factor by which batches come faster with that than with the first values; 1 without a change.
         text: the same, and the candidates, in a few sentences.
-        candidates: settings that are worth trying, at most three, the likeliest first, each in the form of `change`.
-            They alter neither order nor samples. Their gain is not known: `asyncloader try` measures it. Empty
-            where the consumer is the bound, the run was too short to judge, or no option acts on the bound.
+        candidates: settings that are worth trying, at most three, the likeliest first; ``loader.clone(**each)`` makes
+            a loader with them. They alter neither order nor samples. Their gain is not known: `asyncloader try`
+            measures it. Empty where the consumer is the bound, the run was too short to judge, or no option acts on
+            the bound.
     """
 
     bound: Bound
     evidence: Mapping[str, float]
-    change: Mapping[str, Any]
-    gain: float
     text: str
     candidates: Sequence[Mapping[str, Any]] = ()
 
@@ -154,16 +149,11 @@ class Diagnosis(NamedTuple):
 def diagnose(run: Run) -> Diagnosis:
     """Judge a run."""
     bound, evidence, text = _judged(run)
-    tries, change, gain = candidates(run, bound), dict[str, Any](), 1.0
-    for option, (value, factor) in run.tried.items():
-        if factor != 1.0:
-            change[option] = value
-            gain *= factor
-            text += f" auto has measured {option}={value}: {factor:.3g} times as fast."
+    tries = candidates(run, bound)
     if tries:
         settings = "; ".join(", ".join(f"{name}={value!r}" for name, value in each.items()) for each in tries)
         text += f" Worth trying: {settings}. asyncloader try measures {'them' if len(tries) > 1 else 'it'}."
-    return Diagnosis(bound, evidence, change, gain, text, tries)
+    return Diagnosis(bound, evidence, text, tries)
 
 
 def _judged(run: Run) -> tuple[Bound, dict[str, float], str]:

@@ -55,8 +55,7 @@ class Run:
         threads: that fetch samples of a blocking dataset, in each worker; 0: its samples come one after the other.
         decode_threads: that decode beside an event loop, in each worker; 0: samples are decoded where they are read.
         concurrency: see there.
-        tried: of each option that is "auto": the value that the loader's trials kept, and the measured factor by which
-            batches come faster than with its first value; 1: no other value was kept.
+        automatic: options that are "auto", which the loader itself has tried.
         slow: the times of single samples.
         in_order: whether batches are delivered in order.
         memory_limit: `worker_memory_limit`.
@@ -90,7 +89,7 @@ class Run:
     threads: int = 0
     decode_threads: int = 0
     concurrency: int = 1
-    tried: Mapping[str, tuple[int, float]] = field(default_factory=dict[str, tuple[int, float]])
+    automatic: frozenset[str] = frozenset()
     slow: SlowFigures = NO_SAMPLES
     in_order: bool = True
     memory_limit: int | None = None

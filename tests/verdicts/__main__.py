@@ -1,7 +1,7 @@
 """Plant runs whose bound is known, and follow their verdicts: ``python -m tests.verdicts``.
 
 Each row is read as it is, and then with what its verdict names (`measuring.py`). All runs are in this process, one
-after the other. Returns 1 if a bound is wrong, or if a followed change makes a run slower; each failure is printed by
+after the other. Returns 1 if a bound is wrong; each failure is printed by
 name. ``--save`` writes docs/reference/verdicts.md.
 """
 
@@ -28,7 +28,7 @@ they were with each option that it named. Candidates are options worth trying, o
 each. These begin when as many batches have come as are made ahead while workers start, or with the second batch if
 workers start anew in each epoch.
 
-| planted | said | candidates or change | following gave |
+| planted | said | candidates | following gave |
 |---|---|---|--:|
 {advised}
 {left_out}"""

@@ -61,27 +61,21 @@ class Advised(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Of the table: planted, said, candidates or change, following gave."""
+        """Of the table: planted, said, candidates, following gave."""
         said = f"**{self.diagnosis.bound}**: {fact(self.diagnosis.text)}"
         change = "<br>".join(f"`{words(each)}`" for each, _ in self.tried)
         return self.name, said, change or "none", "<br>".join(f"{ratio:.2f}" for _, ratio in self.tried)
 
     @property
     def failures(self) -> list[str]:
-        found = []
-        if self.diagnosis.bound not in self.row.bounds.split(" or "):
-            found.append(f"the bound is {self.row.bounds}, but it said {self.diagnosis.bound}")
-        return found + (too_slow(self.tried) if self.diagnosis.change else [])
+        if self.diagnosis.bound in self.row.bounds.split(" or "):
+            return []
+        return [f"the bound is {self.row.bounds}, but it said {self.diagnosis.bound}"]
 
 
 def named(row: Row, mode: str) -> str:
     """The row's name, with the mode if it has several."""
     return row.name if len(row.modes) == 1 else f"{row.name} ({mode})"
-
-
-def too_slow(followed: list[tuple[dict[str, Any], float]]) -> list[str]:
-    """The changes that were to be followed and made a run slower."""
-    return [f"following {words(change)} gave {ratio:.2f}" for change, ratio in followed if ratio < 0.95]
 
 
 def words(change: Mapping[str, Any]) -> str:
@@ -133,13 +127,11 @@ def advise(row: Row, mode: str, times: Times) -> Advised:
     with row.beside() as place:
         loader = make(row, mode, place)
         found = read(row, loader, times.advice)
-        # Until all verdicts have candidates: those without have none.
-        named = [found.diagnosis.change] if found.diagnosis.change else getattr(found.diagnosis, "candidates", ())
-        changes = [dict(each) for each in named]
+        changes = [dict(each) for each in found.diagnosis.candidates]
         tried = [(change, read(row, loader.clone(**change), times.advice).rate / found.rate) for change in changes]
     return Advised(row, mode, found.diagnosis, tried)
 
 
 def fact(text: str) -> str:
     """The verdict's sentences about what happened, without the share of waiting and without advice."""
-    return re.split(r" (?:Worth trying|auto has)\b", re.sub(r"^Input-bound: [^.]*\. ", "", text))[0]
+    return re.split(r" Worth trying\b", re.sub(r"^Input-bound: [^.]*\. ", "", text))[0]

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition, worker_trial
+from asyncloader import AsyncDataLoader, DataLoader, RemoteIterableDataset, definition
 from asyncloader.base.cpus import usable_cpus
 from asyncloader.dataloader2 import MultiProcessingReadingService
+from asyncloader.loaders import worker_trial
 from asyncloader.options.auto import first_number
 from tests.helpers.comparing import assert_same
 from tests.helpers.seeded_datasets import Rows

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from asyncloader import cpus
+from asyncloader.base import cpus
 from tests.helpers.running import ROOT
 
 SCRIPT = """

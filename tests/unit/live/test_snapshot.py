@@ -21,7 +21,7 @@ def reading(clock: float, batches: int = 0, wait_s: float = 0.0, **changes: Any)
     statistics.batches, statistics.samples, statistics.wait_s = batches, 4 * batches, wait_s
     usual = Reading(
         "DataLoader of X", 1, 1e9 + clock, clock, "epoch 0", False, statistics.snapshot(1), 1, clock, None,
-        {-1: statistics.recorder.block.tolist()}, [], True, Diagnosis("unknown", {}, {}, 1.0, "Too few."),
+        {-1: statistics.recorder.block.tolist()}, [], True, Diagnosis("unknown", {}, "Too few."),
     )  # fmt: skip
     return usual._replace(**changes)
 
