@@ -351,8 +351,9 @@ class NetworkTransport(Transport, Generic[_K]):
     @classmethod
     def from_url(cls, url: str, **options: Any) -> Self:
         """Make the transport for a URL; the options are the constructor's."""
-        make: Callable[..., Self] = cls
-        return make(url, **options)
+        make: Any = cls  # a subclass, which takes a URL in place of a client
+        made: Self = make(url, **options)
+        return made
 
     async def read(self, path: str, *, max_bytes: int | None = None) -> bytes:
         """Read a whole object, like `Transport.read`; a download that breaks is resumed."""
