@@ -193,7 +193,9 @@ def test_files_of_the_cache_that_are_damaged(name: str, tmp_path: Path) -> None:
                 async with AsyncDataLoader[Any](dataset, **OPTIONS, decode=number_of) as loader:
                     assert sorted(await numbers_of(loader)) == [*range(COUNT)]
                     loaded = downloaded(store)[name]
-                    assert loaded == len(store.objects[name].data) if not turn else loaded <= 2 << 20
+                    # A worker that ends within a block leaves its download, which another makes again.
+                    least = 0 if turn else len(store.objects[name].data)
+                    assert least <= loaded <= least + 2 * BLOCK_BYTES
                 files = sorted((tmp_path / ROOT_NAME / "objects").rglob("*.*"))
                 victims = [draw.choice([file for file in files if file.stat().st_size > BLOCK_BYTES // 4])]
                 for file in victims:
