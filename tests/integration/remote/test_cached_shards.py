@@ -98,7 +98,9 @@ def test_the_second_epoch_is_in_the_cache(name: str, way: str, tmp_path: Path, n
             async with AsyncDataLoader[Any](served, **options) as loader:
                 for epoch in range(3):
                     assert sorted(await numbers_of(loader)) == [*range(COUNT)]
-                    assert downloaded(store) == ({name: len(store.objects[name].data)} if epoch == 0 else {})
+                    size = 0 if epoch else len(store.objects[name].data)
+                    most = 0 if epoch else 2 * BLOCK_BYTES  # blocks whose download was left
+                    assert size <= downloaded(store)[name] <= size + most
                 stats = loader.stats()
                 if way != "service":
                     assert stats["store/cache_hits"] > 0
