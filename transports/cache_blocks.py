@@ -78,8 +78,13 @@ class CachedBlocks:
         claim = Claim()
         try:
             for block, pieces in wanted.items():
-                if not self._take(block, pieces, claim.found):
-                    self._claim_block(block, claim, fill=fill and claim.error is None)
+                # Once more after the claim: another reader may have cached the block between the two.
+                if not (
+                    self._take(block, pieces, claim.found)
+                    or self._claim_block(block, claim, fill=fill and claim.error is None)
+                    or self._take(block, pieces, claim.found)
+                ):
+                    claim.refused.append(block)
         except BaseException:
             claim.abort()
             raise
@@ -122,7 +127,8 @@ class CachedBlocks:
             entry.close()
         return True
 
-    def _claim_block(self, block: int, claim: Claim, *, fill: bool) -> None:
+    def _claim_block(self, block: int, claim: Claim, *, fill: bool) -> bool:
+        """Claim a block for this read, or note that another has claimed it. False: neither."""
         key, length = block_key(self._url, block, self._size), block_length(block, self._size)
         claimed: CacheFill | None = None
         if fill:
@@ -130,13 +136,12 @@ class CachedBlocks:
                 claimed = self._store.claim(key, self._etag, length)
             except BeingWritten:
                 claim.busy.append(block)
-                return
+                return True
             except OSError as error:
                 claim.error = error
-        if claimed is None:
-            claim.refused.append(block)
-        else:
+        if claimed is not None:
             claim.fills[block] = claimed
+        return claimed is not None
 
 
 def is_known(store: CacheStore, url: str) -> bool:

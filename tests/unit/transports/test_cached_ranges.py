@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.transports import CachedTransport, MemoryTransport, ReadFailed
+from asyncloader.transports.cache_blocks import CachedBlocks
 from asyncloader.transports.cache_layout import BLOCK_BYTES, block_length, split_range
 from asyncloader.transports.testing.subject import CONTENT, drain
 from tests.unit.transports.cached_subject import OTHER, Asked, around, files
@@ -74,6 +75,25 @@ def test_pieces_are_the_range(start: int, length: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ requests to the store
+
+
+async def test_a_block_that_is_cached_while_it_is_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read from the cache, and not from the store a second time."""
+    store = Ranged({"a": LARGE})
+    async with around(store, tmp_path) as first, around(store, tmp_path) as second:
+        assert await got(first, (0, 1))
+        store.taken()
+        opened, looked = CachedBlocks.open, list[int]()
+
+        def late(self: CachedBlocks, block: int) -> Any:
+            if not looked:  # the other reader has not written it yet
+                looked.append(block)
+                return None
+            return opened(self, block)
+
+        monkeypatch.setattr(CachedBlocks, "open", late)
+        assert await got(second, (0, 1))
+        assert store.ranges() == []
 
 
 async def test_a_range_is_downloaded_once(tmp_path: Path) -> None:
