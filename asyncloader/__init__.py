@@ -252,7 +252,7 @@ def __getattr__(name: str) -> Any:
 def _imported(module: str) -> Any:
     # Modules live as long as the process, but each object that they make brings a full collection nearer. With torch
     # imported that takes 60 ms, as long as the imports, and finds none of them. Only if no other thread could fork
-    # meanwhile, as its child would be left without a collector.
+    # at that time, as its child would be left without a collector.
     pauses = gc.isenabled() and threading.active_count() == 1
     try:
         if pauses:

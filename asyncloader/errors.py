@@ -91,9 +91,9 @@ def is_tried_again(error: BaseException) -> bool:
 
 
 def interrupts(error: BaseException) -> bool:
-    """Return whether the error only interrupts what is read, which goes on at the next call: a store failed, Ctrl-C
-    came, or the program is to exit. Not a CancelledError (told by its name, without asyncio): the user's code raised
-    it, for no batch is cancelled with its consumer.
+    """Return whether the error only interrupts reading, which goes on at the next call: a store failed, Ctrl-C
+    came, or the program is to exit. Not a CancelledError (recognized by its name, without asyncio): the user's code
+    raised it, for no batch is cancelled with its consumer.
     """
     return is_tried_again(error) or not (isinstance(error, Exception) or type(error).__name__ == "CancelledError")
 
@@ -112,8 +112,8 @@ def left_a_generator(error: BaseException) -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text, or the name of its class where it has none or cannot make it: a user's class may have a
-    `__str__` that raises.
+    """Return an error's text, or the name of its class where there is no text, or making it fails: a user's class may
+    have a `__str__` that raises.
     """
     try:
         text = str(error).strip()
@@ -149,7 +149,7 @@ class WorkerDied(LoaderError, RuntimeError):
         return WorkerDied(self.worker_id, self.pid, self.exitcode, self.reason, advice, self.trace)
 
     def _sentence(self) -> str:
-        # The process's last output comes before the advice: the last line of an error is what a user reads.
+        # The process's last output comes before the advice: users read the last line of an error.
         trace = f"\n{'What it wrote last' if self.pid else 'It was here'}:\n{self.trace}\n" if self.trace else " "
         more = " ".join(filter(None, (self.reason, self.advice)))
         if self.pid <= 0:
@@ -346,7 +346,7 @@ class ShardWriteError(LoaderError, ValueError):
 
     Attributes:
         number: of the sample, from 0.
-        key: the sample's ``__key__``; empty if it has none.
+        key: the sample's ``__key__``; empty without a key.
     """
 
     def __init__(self, message: str, *, number: int | None = None, key: str = "") -> None:

@@ -1,1 +1,1 @@
-"""The loaders that a program makes, what they have in common, `explain()`, and `write_shards`."""
+"""The loaders that a program makes, their common methods, and `write_shards`."""

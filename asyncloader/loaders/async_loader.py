@@ -41,7 +41,6 @@ from asyncloader.state.single_steps import (
     loader_without_workers,
     no_step,
 )
-from asyncloader.telemetry.counters import recording
 from asyncloader.workers.fetch.context import wait_until_left
 from asyncloader.workers.memory.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
@@ -151,16 +150,9 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             raise ValueError(refusal(spec, "`async for` cannot read"))
         if spec.num_workers:
             spec.check_worker_number_rationality()
-        undo = state.keeper.mark()
-        try:
-            with recording(state.statistics.recorder):
-                if spec.num_workers:
-                    iterator = AsyncLoaderIterator(state.statistics, _LoaderPoolCache(self))
-                else:
-                    iterator = AsyncInlineIterator(spec, state.statistics, state.keeper, self._batch_costs)
-        except BaseException:
-            undo()
-            raise
+            iterator = state.begin(AsyncLoaderIterator, state.statistics, _LoaderPoolCache(self))
+        else:
+            iterator = state.begin(AsyncInlineIterator, spec, state.statistics, state.keeper, self._batch_costs)
         self._asyncloader_began(state, iterator, iterator.close)
         return iterator
 

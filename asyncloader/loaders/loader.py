@@ -36,7 +36,6 @@ from asyncloader.state.single_steps import (
     loader_without_workers,
     no_step,
 )
-from asyncloader.telemetry.counters import recording
 from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.pool import WorkerPool
 
@@ -103,14 +102,8 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         if has_thread_workers(self):
             iterator = ThreadIterator(self)
         else:
-            kind = WorkerIterator if self.num_workers else SyncInlineIterator
-            undo = state.keeper.mark()
-            try:
-                with recording(state.statistics.recorder):
-                    iterator = kind(self, state.statistics, state.bridge, state.keeper)
-            except BaseException:
-                undo()
-                raise
+            kind: Any = WorkerIterator if self.num_workers else SyncInlineIterator
+            iterator = state.begin(kind, self, state.statistics, state.bridge, state.keeper)
         # Only now, when the workers exist: they are forked before there is a thread for the view.
         self._asyncloader_began(state, iterator, iterator._shutdown_workers)
         return iterator
@@ -191,7 +184,7 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         Args:
             step: the batch's number in the epoch, from 0.
             epoch: the epoch's number. Default: `epoch`.
-            rank: the rank that gets the batch. Default: this one.
+            rank: the rank that gets the batch. Default: the loader's.
 
         Raises:
             IndexError: the epoch has fewer batches.

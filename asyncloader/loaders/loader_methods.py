@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 import torch
 
@@ -22,6 +22,7 @@ from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.single_steps import without_steps
+from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.pool import WorkerPool
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
     from asyncloader.tracing.trace import Trace
+
+I = TypeVar("I")
 
 
 class LoaderState:
@@ -50,8 +53,18 @@ class LoaderState:
         self._view: Dashboard | None = None
         self._view_lock = self.owner, threading.Lock()
 
+    def begin(self, make: Callable[..., I], *arguments: Any) -> I:
+        """Make an iterator. If that fails, the position is the one from before."""
+        undo = self.keeper.mark()
+        try:
+            with recording(self.statistics.recorder):
+                return make(*arguments)
+        except BaseException:
+            undo()
+            raise
+
     def open_view(self, loader: Any, read: Callable[[Any], Reading], port: int) -> Dashboard | None:
-        """Return the loader's view, with its page at this port; None: the loader was closed meanwhile."""
+        """Return the loader's view, with its page at this port; None: the loader has been closed."""
         from asyncloader.live.dashboard import Dashboard
 
         with self._one_view():
@@ -128,12 +141,12 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         """Take note of a new iterator, which `end` ends.
 
         Raises:
-            LoaderClosed: the loader was closed meanwhile.
+            LoaderClosed: another thread has closed the loader.
         """
         if not isinstance(iterator, ThreadIterator):  # which is torch's, and has no position
             state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
-        # `close`, in another thread, may have looked at the iterators before this one was among them.
+        # `close`, in another thread, may have looked at the iterators before this iterator was among them.
         if state.closed:
             end()
             raise self._asyncloader_closed()
@@ -152,7 +165,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         self._asyncloader_state.keeper.set_epoch(self._asyncloader_spec, epoch)
 
     def where(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises AttributeError: the method is gone."""
+        """Raises AttributeError: the method was removed."""
         raise AttributeError(
             "where() is gone: the batches of loader.clone(dataset=range(len(dataset)), collate_fn=list) are lists of "
             "indices"
@@ -234,7 +247,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         return diagnose_run(self._asyncloader_spec, self._asyncloader_state.statistics)
 
     def progress(self) -> NoReturn:
-        """Raises AttributeError: the method is gone."""
+        """Raises AttributeError: the method was removed."""
         raise AttributeError(
             "progress() is gone: draw a bar by tqdm(loader), and ask loader.diagnose() what bounds the run"
         )

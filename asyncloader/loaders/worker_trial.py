@@ -2,7 +2,7 @@
 
 Data path: none; `DataLoader.__iter__` waits for it once.
 
-The trial reads samples of the dataset with loaders of its own, each with twice the workers of the one before, as long
+The trial reads samples of the dataset with loaders of its own, each with twice the workers of its predecessor, as long
 as samples come clearly faster. It draws from no generator of this process, and reads neither the user's sampler nor
 generator.
 """

@@ -100,7 +100,7 @@ async def write_shards(
         overwrite: delete the shards of these names first, also if another program wrote them, and those of a writer
             that was killed: nothing is kept.
         buffer_bytes: of the shards in memory before compression: one that grows, and those that are being written,
-            which are as many as fit, but at least one. Default ``"1GiB"``.
+            which contain all samples that fit, but at least one sample. Default ``"1GiB"``.
         transport: writes all shards; the URL is then a path below its root.
         storage_options: keyword arguments for the transport that is opened (credentials, endpoint, retry).
 
@@ -202,7 +202,7 @@ class _MapSource:
         self.length = len(dataset)
 
     async def first(self) -> Any:
-        """Return the first sample; None: there is none."""
+        """Return the first sample; None without samples."""
         if not self.length:
             return None
         if inspect.iscoroutinefunction(type(self._dataset).__getitem__):

@@ -207,9 +207,6 @@ DEFAULTS = {name: _PARAMETERS[name].default for name in OUR_OPTION_NAMES}
 FLAT_DEFAULTS = flattened(DEFAULTS)
 """The defaults, and those of the fields of options that are objects."""
 
-FIELD_NAMES = tuple(name for name in FLAT_DEFAULTS if name not in DEFAULTS)
-"""The fields of the options that are objects, which `clone` takes by their own names."""
-
 _POSITIONAL = tuple(name for name, each in _PARAMETERS.items() if each.kind is each.POSITIONAL_OR_KEYWORD)
 _TORCHS_KEYWORDS = tuple(name for name in OPTION_NAMES if name not in (*_POSITIONAL, *OUR_OPTION_NAMES))
 

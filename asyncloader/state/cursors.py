@@ -35,7 +35,7 @@ def value_cursor(cursor: PackedCursor | None) -> Cursor | None:
 
 def generators(config: EpochConfig, indices: IndexStream | None, finished: bool) -> dict[str, str] | None:
     """Return the states of generators in a position: those from which the order was drawn; of a stream, that from which
-    the later epochs are drawn. None: there are none.
+    the later epochs are drawn. None: no such numbers.
     """
     drawn = None if indices is None else indices.drawn()
     if not drawn or indices is None:
@@ -83,7 +83,7 @@ def reads_by_chance(config: EpochConfig) -> bool:
 
 
 def length_or_none(index_sampler: Any) -> int | None:
-    """Return its length; None if it has none."""
+    """Return its length; None without a length."""
     try:
         return len(index_sampler)
     except TypeError:

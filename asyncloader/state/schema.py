@@ -11,7 +11,7 @@ states are):
     seed, length, batch_size, drop_last, order
                    must agree with the loader; `batch_size` is that of all ranks together, and may differ where
                    `in_batches_of` finds the position in other batches
-    arguments      those of the sampler from which its order follows, by name; None: it does not tell them. They must
+    arguments      those of the sampler from which its order follows, by name; None: it does not name them. They must
                    agree within an epoch. Not in states of earlier versions
     data_digest    digest of the data that a map dataset reads; None: it does not know. It must agree within an epoch.
                    Not in states of earlier versions
