@@ -148,11 +148,12 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
         iterator: AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]
         if has_thread_workers(spec):
             raise ValueError(refusal(spec, "`async for` cannot read"))
-        if spec.num_workers:
-            spec.check_worker_number_rationality()
-            iterator = state.begin(AsyncLoaderIterator, state.statistics, _LoaderPoolCache(self))
-        else:
-            iterator = state.begin(AsyncInlineIterator, spec, state.statistics, state.keeper, self._batch_costs)
+        with state.beginning():
+            if spec.num_workers:
+                spec.check_worker_number_rationality()
+                iterator = AsyncLoaderIterator(state.statistics, _LoaderPoolCache(self))
+            else:
+                iterator = AsyncInlineIterator(spec, state.statistics, state.keeper, self._batch_costs)
         self._asyncloader_began(state, iterator, iterator.close)
         return iterator
 

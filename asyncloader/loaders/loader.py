@@ -103,7 +103,8 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
             iterator = ThreadIterator(self)
         else:
             kind: Any = WorkerIterator if self.num_workers else SyncInlineIterator
-            iterator = state.begin(kind, self, state.statistics, state.bridge, state.keeper)
+            with state.beginning():
+                iterator = kind(self, state.statistics, state.bridge, state.keeper)
         # Only now, when the workers exist: they are forked before there is a thread for the view.
         self._asyncloader_began(state, iterator, iterator._shutdown_workers)
         return iterator

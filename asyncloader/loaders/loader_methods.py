@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from asyncloader.telemetry.metrics import Metric
     from asyncloader.tracing.trace import Trace
 
-I = TypeVar("I")
-
 
 class LoaderState:
     """A loader's state besides its options."""
@@ -53,12 +52,13 @@ class LoaderState:
         self._view: Dashboard | None = None
         self._view_lock = self.owner, threading.Lock()
 
-    def begin(self, make: Callable[..., I], *arguments: Any) -> I:
-        """Make an iterator. If that fails, the position is the one from before."""
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Within this an iterator is made. If that fails, the position is the one from before."""
         undo = self.keeper.mark()
         try:
             with recording(self.statistics.recorder):
-                return make(*arguments)
+                yield
         except BaseException:
             undo()
             raise
