@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import against, chart, days, gpu, inputs_report, remote, report, sections, service, shared
+from . import against, days, gpu, inputs_report, report, sections, service, shared
 from .harness import ROOT, JobFailed, Results, run_job, run_rounds, verify
 from .plan import ROWS, Job, jobs
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
-PICTURE = PAGE.with_suffix(".svg")
 ROUNDS = PAGE.with_suffix(".json")
 
 
@@ -32,7 +31,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--save",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help=f"write {PAGE.relative_to(ROOT)} and its picture, over these rounds and those of the day before",
+        help=f"write {PAGE.relative_to(ROOT)}, over these rounds and those of the day before",
     )
     parser.add_argument(
         "--against",
@@ -96,7 +95,6 @@ def main(arguments: list[str]) -> int:
                 *days.add(ROUNDS, "transport", dt.datetime.now(dt.UTC).date().isoformat(), results),
                 command,
                 shared.section(shared.measure(quick=False, log=lambda row: log(str(row)))),
-                remote.section(options.quick, 1 if options.quick else 3, log, command),
             )
         except (JobFailed, RuntimeError) as failure:
             log(f"no page, because a measurement failed: {failure}")
@@ -129,19 +127,16 @@ def compare(options: argparse.Namespace, seconds: float, log: Callable[[str], No
     return 1 if comparison.short() else 0
 
 
-def save(
-    results: Results, dates: list[str], command: str, memory: str = "", remotes: str = "", page: Path = PAGE
-) -> None:
-    """Write the page, with the sections on memory and on remote objects, and its picture beside it."""
+def save(results: Results, dates: list[str], command: str, memory: str = "", page: Path = PAGE) -> None:
+    """Write the page, with the section on memory."""
     page.parent.mkdir(parents=True, exist_ok=True)
-    text = report.page(results, dates, command, memory, remotes)
+    text = report.page(results, dates, command, memory)
     # The sections of other commands stay: this machine need not have a card.
     before = page.read_text(encoding="utf-8") if page.exists() else ""
     for title in (inputs_report.TITLE, service.TITLE, gpu.TITLE):
         kept = sections.find(before, title)
         text = sections.insert(text, kept) if kept else text
     page.write_text(text, encoding="utf-8")
-    page.with_suffix(".svg").write_text(chart.draw(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

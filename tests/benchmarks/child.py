@@ -214,13 +214,6 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def recording(job: Job) -> dict[str, Any]:
-    """Seconds that the statistics take, for a batch and for a decoded sample."""
-    from . import recording as probe
-
-    return probe.recording(job)
-
-
 def _seeded(name: str) -> Callable[[Job], dict[str, Any]]:
     def probe(job: Job) -> dict[str, Any]:
         from . import seeded
@@ -229,13 +222,6 @@ def _seeded(name: str) -> Callable[[Job], dict[str, Any]]:
         return result
 
     return probe
-
-
-def remote(job: Job) -> dict[str, Any]:
-    """Samples per second from a store, and CPU seconds per sample."""
-    from .remote_child import measure
-
-    return dict(measure(job))
 
 
 def inputs(job: Job) -> dict[str, Any]:
@@ -256,9 +242,7 @@ PROBES: dict[str, Callable[[Job], dict[str, Any]]] = {
         reference,
         memcpy,
         peers,
-        remote,
         inputs,
-        recording,
     )
 } | {name: _seeded(name) for name in ("shuffle", "cost", "state", "line")}
 
@@ -289,7 +273,7 @@ def main() -> None:
         getattr(asyncloader, job.loader.partition(" ")[0])  # imported where torch is, before any clock starts
     result = PROBES[job.probe](job)
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
-    if job.probe in ("remote", "inputs"):
+    if job.probe == "inputs":
         os._exit(0)  # in the middle of an epoch: hundreds of threads of a peer may wait for the store
 
 

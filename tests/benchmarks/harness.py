@@ -143,9 +143,6 @@ def record(job: Job, output: dict[str, Any], memory: list[tuple[float, Memory]],
     elif job.probe == "state":
         results.add("seeded/state", job.loader, output["state"])
         results.add("seeded/resume", job.loader, output["resume"])
-    elif job.probe == "recording":
-        for name, value in output.items():
-            results.add(f"statistics/{name}", job.loader, value)
     elif job.probe == "memory":
         begin, end = output["steady"]
         steady = [look for when, look in memory if begin <= when <= end]

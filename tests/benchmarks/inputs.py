@@ -23,9 +23,9 @@ from typing import Any
 from . import days, inputs_report, sections
 from .harness import ROOT, JobFailed, Results, attempt
 from .inputs_data import INPUTS
-from .inputs_plan import LATENCY, MODULES, PEERS, REFERENCE, ROWS
+from .inputs_plan import MODULES, PEERS, REFERENCE, ROWS
 from .plan import TORCH, Job
-from .remote_store import running_store
+from .store import running_store
 
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 MODULE = "tests.benchmarks.inputs"
@@ -43,7 +43,7 @@ def measure(name: str, rounds: int, *, quick: bool, log: Callable[[str], None]) 
         folder = Path(place)
         batches = INPUTS[name].make(folder, row.quick if quick else row.samples)
         (folder / "batches.json").write_text(json.dumps(batches), encoding="utf-8")
-        store = f"{stack.enter_context(running_store(folder))}/{LATENCY}" if name == "shards" else ""
+        store = f"{stack.enter_context(running_store(folder))}/{row.latency}" if row.latency else ""
 
         def run(loader: str, step: float = 0.0) -> dict[str, Any]:
             job = Job("inputs", name, loader, seconds=seconds, store=store, folder=place, step=step)

@@ -26,6 +26,7 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, IterableDataset, default_collate, get_worker_info
 
+from .inputs_plan import OBJECTS
 from .workloads import Checksum
 
 Batch = dict[str, Any]
@@ -325,6 +326,38 @@ def _make_shards(folder: Path, samples: int) -> list[list[int]]:
     return []
 
 
+# ------------------------------------------------------------------------------------------------------- objects
+
+NBYTES = 65_536  # of an object
+
+
+def object_name(index: int) -> str:
+    """The name of an object's file."""
+    return f"{index:06}.bin"
+
+
+def object_sample(data: bytes) -> Batch:
+    """The sample of an object's bytes."""
+    return {"object": np.frombuffer(data, np.uint8)}
+
+
+class Objects(Dataset[Batch]):
+    """The files of the objects."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __getitem__(self, index: int) -> Batch:
+        return object_sample((self.folder / object_name(index)).read_bytes())
+
+
+def _make_objects(folder: Path, samples: int) -> list[list[int]]:
+    draw = np.random.default_rng(SEED)
+    for index in range(samples):
+        (folder / object_name(index)).write_bytes(draw.bytes(NBYTES))
+    return _shuffled(samples, OBJECTS)
+
+
 # --------------------------------------------------------------------------------------------------------- inputs
 
 
@@ -370,6 +403,7 @@ INPUTS = {
     "shards": Input(
         _make_shards, lambda folder: sorted(folder.glob("*.tar")), lambda batch: float(batch["label"].sum())
     ),
+    "objects": Input(_make_objects, Objects, lambda batch: float(batch["object"][:, ::4096].sum())),
 }
 
 

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 from torch.utils.data import default_collate
 
+from . import inputs_objects
 from .inputs_data import (
     IMAGES,
     INPUTS,
@@ -56,7 +57,6 @@ from .inputs_plan import (
 )
 from .peers import IN_FLIGHT, Stream
 from .plan import ASYNC, OURS, TORCH
-from .remote_clients import open_session
 
 FETCHES = 4
 """Shards that are on their way to each process of the bare code."""
@@ -108,7 +108,7 @@ def open_input(name: str, row: str, folder: Path, url: str) -> Any:
         name: torch, ours or a peer's.
         row: a key of `INPUTS`.
         folder: the input's files.
-        url: of the store that has the shards; for that row alone.
+        url: of the store that has the files, with its latency; for the rows that have one.
     """
     given, batches = INPUTS[row], read_batches(folder)
     if row in ("table", "lines", "shards") and name in (*OURS, *VARIANTS):
@@ -116,6 +116,11 @@ def open_input(name: str, row: str, folder: Path, url: str) -> Any:
     if row == "shards":
         return _open_shards(name, shard_urls(folder, url))
     dataset = given.dataset(folder)
+    if row == "objects":
+        if name in inputs_objects.PEERS:
+            numbers = [number for batch in batches for number in batch]
+            return Stream(len(batches), inputs_objects.PEERS[name](url, numbers))
+        dataset = (inputs_objects.AsyncObjects if name in OURS else inputs_objects.BlockingObjects)(url)
     if name in (TORCH, STATEFUL, *OURS, *VARIANTS):
         options: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True}
         if name == OUR_THREADS:
@@ -135,7 +140,7 @@ def read_batches(folder: Path) -> list[list[int]]:
 
 def shard_urls(folder: Path, url: str) -> list[str]:
     """The shards' addresses in the store."""
-    return [f"{url}/files/{path.stem}.tar" for path in sorted(folder.glob("*.tar"))]
+    return [f"{url}/{path.name}" for path in sorted(folder.glob("*.tar"))]
 
 
 def _module(name: str) -> Any:
@@ -239,10 +244,8 @@ def _spdl_shards(urls: list[str]) -> Any:
     async def fetch(url: str) -> bytes:
         nonlocal session
         if session is None:
-            session = await open_session()
-        async with session.get(url) as answer:
-            content: bytes = await answer.read()
-            return content
+            session = await inputs_objects.open_session()
+        return await inputs_objects.get(session, url)
 
     builder = spdl.PipelineBuilder().add_source(Endless(urls)).pipe(fetch, concurrency=2 * FETCHES)
     builder = builder.pipe(lambda shard: list(members(shard))).disaggregate()
@@ -302,6 +305,8 @@ def _bare_work(name: str, row: str, folder: Path, url: str, part: int) -> Callab
     if row == "lines":
         return lambda: (_done(sample) for sample in Lines(line_files(folder)[part::WORKERS]))
     dataset, batches = INPUTS[row].dataset(folder), read_batches(folder)[part::WORKERS]
+    if row == "objects":
+        return lambda: inputs_objects.bare(url, [number for batch in batches for number in batch])
     if name == DECODING:
         return lambda: (_decode(dataset.files[number]) for batch in batches for number in batch)
     if isinstance(dataset, Windows):

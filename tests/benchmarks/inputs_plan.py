@@ -34,8 +34,8 @@ VARIANTS = (ELASTIC, OUR_THREADS)
 """Ours with an option: batches that depend on no number of workers, and threads instead of processes."""
 
 WORKERS = 2
-LATENCY = 20
-"""Milliseconds until the first byte of an answer of the store that has the shards."""
+OBJECTS = 32
+"""Objects in a batch."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Row:
         limits: bare code that is measured; the first gives the limit that shares are of.
         stream: read as a stream: workers decide on the order.
         variants: of ours.
+        latency: milliseconds until the first byte of an answer of the store that has the files; 0: no store.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Row:
     limits: tuple[str, ...] = (BARE,)
     stream: bool = False
     variants: tuple[str, ...] = ()
+    latency: int = 0
 
     @property
     def loaders(self) -> tuple[str, ...]:
@@ -108,11 +110,19 @@ ROWS = {
         variants=(ELASTIC,),
     ),
     "shards": Row(
-        f"tar shards of JPEG and JSON from a store at {LATENCY} ms, images as above",
+        "tar shards of JPEG and JSON from a store at 20 ms, images as above",
         768,
         64,
         (SPDL_ASYNC,),
         stream=True,
         variants=(ELASTIC,),
+        latency=20,
+    ),
+    "objects": Row(
+        f"objects of 64 KiB in a store at 50 ms, one for each sample; batches of {OBJECTS}",
+        512,
+        64,
+        (NODES, GRAIN, SPDL_ASYNC),
+        latency=50,
     ),
 }

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 from .harness import Results
-from .inputs_plan import ELASTIC, LATENCY, ROWS, STREAMS, VARIANTS, WORKERS
+from .inputs_plan import ELASTIC, ROWS, STREAMS, VARIANTS, WORKERS
 from .plan import FACADE, OURS, TORCH
 
 TITLE = "## Inputs as people have them"
@@ -81,7 +81,8 @@ METHOD = f"""\
   of the files read without a loader, and each later epoch is compared with the first.
 - Bare code is {WORKERS} processes that do the work of their samples and nothing else: no batch leaves them. For tokens
   that is the copy of each window, as int64, into an array that is there; for Parquet the decoding of record batches
-  and the arrays of columns; for shards reading them {LATENCY} ms away, four at a time, and decoding.
+  and the arrays of columns; for shards reading them, four at a time, and decoding; for objects one event
+  loop with aiohttp and 256 requests.
 - *With a step*: the consumer waits after each batch for as long as torch takes for a batch without a step. *Step runs*
   is the share of the time in which it does so: 100% is a loader that no step waits for.
 - Images are decoded by Pillow, whose decoder is libjpeg-turbo, and transformed in the steps of torchvision's
@@ -91,7 +92,10 @@ METHOD = f"""\
 - For nodes, Grain and SPDL the element is the list of a batch's samples. SPDL has no worker processes but threads in
   the main process, as turboloader's `MapDataLoader`. Grain moves arrays, the others tensors.
 - Shards are read by webdataset in torch's loader, by `RemoteIterableDataset` in ours, and by SPDL's asynchronous
-  pipeline with aiohttp. Parquet is read row by row: by pyarrow in a dataset of torch's, by `RemoteIterableDataset` in
+  pipeline with aiohttp. Objects are read by torch with one blocking request at a time in each worker, by nodes with 256
+  threads, by Grain with 64 in each worker, by SPDL with 256 requests of aiohttp, and by an asynchronous dataset over
+  `HttpTransport` in ours, with 256 requests in each worker, the default. Parquet is read row by row: by pyarrow in a
+  dataset of torch's, by `RemoteIterableDataset` in
   ours.
 - `streams={STREAMS}` is ours with an order that depends on no number of workers or ranks; with it comes a seed for each
   sample. `workers='threads'` is ours with {WORKERS} threads instead of processes.

@@ -39,7 +39,7 @@ class Job:
         start: start method of the workers; empty for torch's default.
         seconds: least time measured for each way to consume.
         full: check the content of the whole warm-up epoch, not only the places of its samples.
-        store: URL of the store that it reads from, for the probes "remote" and "inputs".
+        store: URL of the store that it reads from, for the probe "inputs".
         folder: the input's files, for the probe "inputs".
         step: seconds of a training step, for the probe "inputs"; 0 is as long as the loader takes for a batch.
         tree: the checkout whose `asyncloader` is measured, its path resolved; empty for this checkout.
@@ -127,9 +127,6 @@ METRICS = (
     Metric("seeded", "seeded/cost", "a sample in seeded mode, more than in torch mode", "µs", False, 1e6),
     Metric("seeded", "seeded/state", "`state_dict()` with 4 workers", "µs", False, 1e6),
     Metric("seeded", "seeded/resume", "first batch after resuming at step 1,000,000, 4 workers", "ms", False, 1e3),
-    Metric("statistics", "statistics/main", "statistics of a batch, main process", "µs", False, 1e6),
-    Metric("statistics", "statistics/worker", "statistics of a batch, worker", "µs", False, 1e6),
-    Metric("statistics", "statistics/decode", "statistics of a decoded sample", "µs", False, 1e6),
 )
 ROWS = tuple(dict.fromkeys(metric.row for metric in METRICS))
 THROUGHPUT = {"large": ("large",), "small": ("small", "cpu"), "ints": ("ints",), "photos": ("photos",)}
@@ -179,9 +176,6 @@ LIMITS = (
     Limit("seeded/cost", 10.0),
     Limit("seeded/state", 50.0),
     Limit("seeded/resume", 1000.0),
-    Limit("statistics/main", 3.0),
-    Limit("statistics/worker", 2.0),
-    Limit("statistics/decode", 0.15),
 )
 
 
@@ -213,8 +207,6 @@ def jobs(rows: tuple[str, ...], seconds: float, peers: bool, full: bool) -> list
         planned += [Job("line", loader=loader) for loader in (TORCH, TORCH_UNORDERED, *OURS)]
     if "seeded" in rows:
         planned += [Job(probe, loader=loader) for probe in ("cost", "state") for loader in OURS]
-    if "statistics" in rows:
-        planned += [Job("recording", loader=loader) for loader in OURS]
     if "memory" in rows:
         planned += [Job("memory", "large", loader, seconds=seconds) for loader in (TORCH, *OURS)]
     return planned

@@ -219,10 +219,10 @@ def failures(results: Results) -> list[str]:
 def limits_part(results: Results) -> list[str]:
     """The page's section on the limits."""
     table = limit_table(results)
-    return ["## Costs of seeded mode, of states and of statistics", table] if table else []
+    return ["## Costs of seeded mode and of states", table] if table else []
 
 
-def page(results: Results, dates: list[str], command: str, memory: str = "", remotes: str = "") -> str:
+def page(results: Results, dates: list[str], command: str, memory: str = "") -> str:
     """The page `docs/reference/benchmarks.md`."""
     parts = [
         "# Benchmarks",
@@ -233,7 +233,6 @@ def page(results: Results, dates: list[str], command: str, memory: str = "", rem
             "nothing, but for the photos, so that transport is what is measured. Absolute rates hold for this "
             "machine only."
         ),
-        "![Batches per second of every loader as a multiple of torch's](benchmarks.svg)",
         "## Against torch, with the floor of each row",
         floor_table(results),
         (
@@ -244,7 +243,7 @@ def page(results: Results, dates: list[str], command: str, memory: str = "", rem
         "## Every loader, batches per second",
         peer_table(results),
         *failures(results),
-        *filter(None, [memory, remotes]),
+        *filter(None, [memory]),
         "## Memory bandwidth",
         memory_bandwidth(results).replace("\n", "\\\n"),
         "## The machine",
@@ -282,8 +281,6 @@ METHOD = f"""\
 - The shuffled epoch's dataset gives its indices; memory is the growth of the process's largest resident size. The
   uneven batches wait instead of computing (5 and 100 ms), so that two workers do not need two cores. What seeded mode
   costs a sample is measured without workers, where nothing hides it, over batches of 32 dicts.
-- What the statistics cost is too little to be seen in a run: the entries that a run leaves for each batch are counted,
-  and multiplied by the price of one, two clock readings included.
 - CPU seconds are the main process's, all threads, consumer included.
 - `{FACADE}` and `{ASYNC}` are asyncloader's; torch `file_system` is torch's with that sharing strategy.
 - Peers whose workers do not outlive an epoch (nodes, grain, spdl) read an endless repetition of it, and

@@ -33,7 +33,7 @@ from .inputs_plan import BARE, DECODING, ELASTIC, GRAIN, MODULES, ROWS
 from .plan import FACADE, OURS, TORCH, Job
 from .workloads import ContentError
 
-RUN = ("lengths", "lines", "shards")
+RUN = ("lengths", "lines", "shards", "objects")
 """Rows of a map dataset, of a stream of local files and of a store. The others are slow: 10 to 25 seconds each."""
 
 
