@@ -1,6 +1,6 @@
-"""Defines the scheduler's events and actions, and the outcomes of tasks: plain values without behaviour.
+"""Defines tasks, the scheduler's actions, and the outcomes of tasks: plain values without behaviour.
 
-Data path: sampler -> [events] -> scheduler -> [actions] -> pool.
+Data path: sampler -> scheduler -> [events: actions] -> pool.
 
 Most are named tuples and not dataclasses: a few are made per batch in the training process, and a named tuple costs a
 third of a frozen dataclass.
@@ -50,46 +50,6 @@ class Task(NamedTuple):
     index: Any
 
 
-# ------------------------------------------------------------------------------------------------ events
-
-
-class Started(NamedTuple):
-    """The epoch begins; every worker can take tasks."""
-
-
-class Offered(NamedTuple):
-    """The sampler gave the index of one batch."""
-
-    index: Any
-
-
-class SamplerEnded(NamedTuple):
-    """The sampler has no more indices in this epoch."""
-
-
-class Completed(NamedTuple):
-    """A worker answered a task. `outcome` is opaque to the scheduler: a batch's descriptor or a user's error."""
-
-    worker: int
-    seq: int
-    outcome: Any
-
-
-class Exhausted(NamedTuple):
-    """A worker's copy of an iterable dataset ended at this task; it ignores the tasks that follow. Of a worker that
-    serves several streams: the task's stream ended, and the worker answers the tasks that follow.
-    """
-
-    worker: int
-    seq: int
-
-
-class Delivered(NamedTuple):
-    """The consumer took this task's outcome, which returns its credit."""
-
-    seq: int
-
-
 class Died(NamedTuple):
     """A worker process ended unexpectedly; all its earlier answers have been reported.
 
@@ -107,26 +67,11 @@ class Died(NamedTuple):
     lost: bool = False
 
 
-class Replaced(NamedTuple):
-    """A new process has replaced the worker."""
-
-    worker: int
-
-
-class PoolFailed(NamedTuple):
-    """The pool cannot continue: for example no descriptors are left, or a stream is corrupt."""
-
-    error: BaseException
-
-
-Event: TypeAlias = Started | Offered | SamplerEnded | Completed | Exhausted | Delivered | Died | Replaced | PoolFailed
-
-
 # ------------------------------------------------------------------------------------------------ actions
 
 
 class Pull(NamedTuple):
-    """Request `number` indices from the sampler; each comes back as `Offered` or `SamplerEnded`."""
+    """Request `number` indices from the sampler; each comes back as `Scheduler.offered` or `sampler_ended`."""
 
     number: int
 
@@ -140,7 +85,7 @@ class Assign(NamedTuple):
 
 
 class Replace(NamedTuple):
-    """Start a new process to replace the worker; `Replaced` follows once it runs."""
+    """Start a new process to replace the worker; `Scheduler.replaced` follows once it runs."""
 
     worker: int
 

@@ -28,18 +28,11 @@ from asyncloader.base.events import (
     CopyBegun,
     Deliver,
     Died,
-    Event,
-    Exhausted,
     Fail,
     Finish,
     Notice,
-    Offered,
-    PoolFailed,
     Pull,
     Replace,
-    Replaced,
-    SamplerEnded,
-    Started,
     WorkerFailure,
 )
 from asyncloader.delivery.opener import raise_worker_error
@@ -160,7 +153,7 @@ class Pipeline(Listener):
             # slots.
             self._adapt()
         self._offers.extend(offers)
-        self._handle(Started())
+        self._handle(self._scheduler.started)
 
     def advance(self, seq: int, offer: Any) -> None:
         """Take note that `seq` was delivered, and of the sampler's `offer` (or `ENDED`, `NOTHING`). Idempotent."""
@@ -188,7 +181,7 @@ class Pipeline(Listener):
     def again(self, number: int) -> None:
         """Have the tasks at which a store failed made again: the consumer has come again after this failure."""
         if not self._closed:
-            self._handle(number)
+            self._handle(self._scheduler.again, number)
 
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
@@ -294,7 +287,7 @@ class Pipeline(Listener):
         """Pass the end of a worker's stream to the scheduler. See `Listener`."""
         if cursor is not None:
             self._ends[self._scheduler.copy(worker, seq)] = cursor
-        self._handle(Exhausted(worker, seq))
+        self._handle(self._scheduler.exhausted, worker, seq)
 
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
         """Answer a worker's request for shards. See `Listener`."""
@@ -328,12 +321,13 @@ class Pipeline(Listener):
         # Found out before the scheduler decides: it is pure, and cannot ask the pool.
         obstacle = "" if self._resume_points is None else self._resume_points.obstacle(worker)
         obstacle = obstacle or self._pool.obstacle()
-        self._handle(Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost))
+        event = Died(worker, death, at_work, saved_rng_state is not None, obstacle, outside, lost)
+        self._handle(self._scheduler.died, event)
 
     def on_failure(self, error: Exception) -> None:
         """Pass the pool's failure to the scheduler. See `Listener`."""
         self._begun.set()
-        self._handle(PoolFailed(error))
+        self._handle(self._scheduler.fail, error)
 
     def _replace(self, worker: int) -> None:
         start = self._starts[worker] if self._resume_points is None else self._resume_points.start(worker)
@@ -360,21 +354,21 @@ class Pipeline(Listener):
                 raise made
             adopted = self._pool.adopt(made)
         except Exception as error:
-            self._handle(PoolFailed(error))
+            self._handle(self._scheduler.fail, error)
             return
         if adopted:
             if (trace := self._statistics.trace) is not None:
                 trace.event("worker replaced", made.worker_id, place=made.place)
-            self._handle(Replaced(made.worker_id))
+            self._handle(self._scheduler.replaced, made.worker_id)
         else:  # Ctrl-C right after it was made caused it to be made a second time
             self._respawner.discard_soon(made)
 
     # ------------------------------------------------------------------------------------- running the scheduler
 
-    def _handle(self, event: Event | int) -> None:
-        # Passes an event to the scheduler, or the number of a failure after which the consumer has come again.
+    def _handle(self, decide: Callable[..., list[Action]], *arguments: Any) -> None:
+        """Carry out what a method of the scheduler decides."""
         try:
-            self._carry_out(self._scheduler.again(event) if isinstance(event, int) else self._scheduler.handle(event))
+            self._carry_out(decide(*arguments))
         except Exception as error:
             self._fail(shortage_of(error, len(self._pool.processes)) or error)
 
@@ -436,7 +430,7 @@ class Pipeline(Listener):
             offer = self._offers.popleft()
             # Not `_handle`, within which this runs: an error must also end the outer loop over actions.
             scheduler = self._scheduler
-            self._carry_out(scheduler.handle(SamplerEnded()) if offer is ENDED else scheduler.offered(offer))
+            self._carry_out(scheduler.sampler_ended() if offer is ENDED else scheduler.offered(offer))
 
     async def _read(self, source: AsyncIterable[Any]) -> None:
         """Read the async source ahead, as far as credits allow."""
@@ -450,7 +444,7 @@ class Pipeline(Listener):
                     async for index in indices:
                         self._statistics.note_sampler(perf_counter() - began)
                         self._allowed -= 1
-                        self._handle(Offered(index))
+                        self._handle(self._scheduler.offered, index)
                         if not self._allowed:
                             # No request is lost: one that this index led to is in `_allowed` by now.
                             self._allow.clear()
@@ -463,4 +457,4 @@ class Pipeline(Listener):
         except Exception as error:  # raised to the consumer after the batches that were asked for before it
             self._source_error = error
         if not self._closed:
-            self._handle(SamplerEnded())
+            self._handle(self._scheduler.sampler_ended)

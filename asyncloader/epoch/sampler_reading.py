@@ -56,7 +56,7 @@ class SamplerReading:
         offers: list[Any] = []
         try:
             while self._reads and len(offers) < count and (offer := self._pull(self._tasks)) is not NOTHING:
-                # ENDED is passed on, too: the pipeline makes the scheduler's `SamplerEnded` of it.
+                # ENDED is passed on, too: the pipeline notifies the scheduler of it.
                 offers.append(offer)
                 self._reads = offer is not ENDED
                 self._tasks += self._reads

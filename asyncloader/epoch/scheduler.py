@@ -2,7 +2,8 @@
 
 Data path: sampler -> [scheduler] -> pool -> worker -> ring -> [scheduler: reorder] -> delivery -> consumer.
 
-`handle(event)` returns actions. `pipeline.py` carries them out and reports the results as further events. The rules:
+Each event is a method that returns actions, which `pipeline.py` carries out. Once the epoch is over there are none. The
+rules:
 
 * A task is outstanding from `Assign` until the consumer took its outcome (`Delivered`). At most ``credits * workers``
   tasks are outstanding, so no more batches exist ahead of the consumer. `credits` is torch's `prefetch_factor`, or more
@@ -33,21 +34,13 @@ from typing import Any, Literal
 from asyncloader.base.events import (
     Action,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
     Died,
-    Event,
-    Exhausted,
     Fail,
     Finish,
-    Offered,
     Poisoned,
     Pull,
     Replace,
-    Replaced,
-    SamplerEnded,
-    Started,
     Task,
     bare_index,
 )
@@ -212,41 +205,15 @@ class Scheduler(StoreFailures):
 
     # -------------------------------------------------------------------------------------------- deciding
 
-    def handle(self, event: Event) -> list[Action]:
-        """Process one event. Returns the actions to carry out now, in order.
-
-        Raises:
-            ValueError: the event is impossible (an answer to no outstanding task, a task beyond the credits).
-        """
-        # The workers' answers, and deaths, go on coming until the pipeline is closed.
-        if self.over:
-            return []
-        if isinstance(event, Completed):
-            return self.completed(*event)
-        if isinstance(event, Delivered):
-            return self.delivered(event.seq)
-        if isinstance(event, Offered):
-            return self.offered(event.index)
-        if isinstance(event, SamplerEnded):
-            self._offers_ended = True
-            return self._finish_if_done()
-        if isinstance(event, Exhausted):
-            return self._exhausted(event)
-        if isinstance(event, Started):
-            return self._started()
-        if isinstance(event, Died):
-            return self._died(event)
-        if isinstance(event, Replaced):
-            self._recovery.up(event.worker)
-            return self._send_waiting(event.worker)
-        return self._fail(event.error)
-
     def abandon(self) -> list[Deliver]:
         """Give the epoch up. Returns the outcomes that were held back and will not be delivered."""
         self.over = True
         return self._reorder.drain()
 
-    def _started(self) -> list[Action]:
+    def started(self) -> list[Action]:
+        """The epoch begins; every worker can take tasks."""
+        if self.over:
+            return []
         count = self.credits * self.workers
         if not self.iterable:
             return self._pull(count)
@@ -254,7 +221,11 @@ class Scheduler(StoreFailures):
         return [action for _ in range(count) for action in self.offered(None)]
 
     def offered(self, index: Any) -> list[Action]:
-        """`handle` for `Offered`, of which each batch has one: no event is made. Errors as `handle`."""
+        """The sampler gave the index of one batch.
+
+        Raises:
+            ValueError: it is beyond the credits, or behind the sampler's end.
+        """
         if self.over:
             return []
         if self._offers_ended:
@@ -283,6 +254,13 @@ class Scheduler(StoreFailures):
             self._recovery.wait(worker, seq)
             return []
         return [Assign(worker, task)]
+
+    def sampler_ended(self) -> list[Action]:
+        """The sampler has no more indices in this epoch."""
+        if self.over:
+            return []
+        self._offers_ended = True
+        return self._finish_if_done()
 
     def _choose(self) -> int | None:
         worker = None
@@ -321,7 +299,11 @@ class Scheduler(StoreFailures):
         self._unanswered[worker] += change
 
     def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
-        """`handle` for `Completed`, as `offered`."""
+        """A worker answered a task. `outcome` is opaque here: a batch's descriptor, or a user's error.
+
+        Raises:
+            ValueError: no such task is outstanding.
+        """
         if self.over:
             return []
         if seq not in self._unanswered_tasks:
@@ -349,7 +331,7 @@ class Scheduler(StoreFailures):
         return [*ready, *waiting, *more]
 
     def delivered(self, seq: int) -> list[Action]:
-        """`handle` for `Delivered`, as `offered`."""
+        """The consumer took this task's outcome, which returns its credit. Errors as `completed`."""
         if self.over:
             return []
         worker = None if seq in self._unanswered_tasks else self._owner.pop(seq, None)
@@ -389,7 +371,10 @@ class Scheduler(StoreFailures):
 
     # ------------------------------------------------------------------------------------------- recovering
 
-    def _died(self, event: Died) -> list[Action]:
+    def died(self, event: Died) -> list[Action]:
+        """A worker has ended unexpectedly; all its earlier answers have been reported."""
+        if self.over:
+            return []
         worker, recovery = event.worker, self._recovery
         # In the order in which it got them: `recovery` blames the first.
         lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
@@ -403,14 +388,14 @@ class Scheduler(StoreFailures):
             # A stream cannot go on behind a batch that it cannot make.
             task = self._unanswered_tasks[poisoned[0]]
             why = recovery.advice(worker) if not recovery.may_replace(worker) else "A stream cannot go on behind it."
-            return self._fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
+            return self.fail(quarantined(Poisoned(task, recovery.deaths(task.seq)), f"The epoch ends with it. {why}"))
         # The error has advice of its own where a replacement would die of the same cause.
         if event.error.advice:
-            return self._fail(event.error)
+            return self.fail(event.error)
         if not recovery.may_replace(worker):
-            return self._fail(event.error.with_advice(self._was_at() + recovery.advice(worker)))
+            return self.fail(event.error.with_advice(self._was_at() + recovery.advice(worker)))
         if needed and event.obstacle:
-            return self._fail(event.error.with_advice(event.obstacle))
+            return self.fail(event.error.with_advice(event.obstacle))
         actions: list[Action] = []
         if needed:
             # Before its tasks are assigned again: the worker is still active, and only `down` keeps them from it.
@@ -427,6 +412,20 @@ class Scheduler(StoreFailures):
             actions += self._outcome(seq, Poisoned(self._unanswered_tasks[seq], recovery.deaths(seq)))
         return actions
 
+    def replaced(self, worker: int) -> list[Action]:
+        """A new process has replaced the worker."""
+        if self.over:
+            return []
+        self._recovery.up(worker)
+        return self._send_waiting(worker)
+
+    def fail(self, error: BaseException) -> list[Action]:
+        """The epoch cannot continue: for example no descriptors are left, or a stream is corrupt."""
+        if self.over:
+            return []
+        self.over = True
+        return [Fail(error)]
+
     def _was_at(self) -> str:
         """Describe the tasks of the worker that died last, for the error."""
         struck = self._recovery.struck
@@ -437,12 +436,12 @@ class Scheduler(StoreFailures):
             return f"It was at the task for indices {indices}. "
         return f"It was at {len(struck)} tasks, the first of them for indices {indices}. "
 
-    def _fail(self, error: BaseException) -> list[Action]:
-        self.over = True
-        return [Fail(error)]
-
-    def _exhausted(self, event: Exhausted) -> list[Action]:
-        worker = event.worker
+    def exhausted(self, worker: int, task: int) -> list[Action]:  # noqa: ARG002 - the streams' scheduler looks at it
+        """A worker's copy of an iterable dataset ended at this task; it ignores the tasks that follow. Of a worker that
+        serves several streams: the task's stream ended, and the worker answers the tasks that follow.
+        """
+        if self.over:
+            return []
         if not self.iterable:
             raise ValueError(f"worker {worker} says that its stream has ended, but the dataset is none")
         self._active[worker] = False

@@ -39,7 +39,7 @@ class StoreFailures:
         raise NotImplementedError
 
     def failed(self, worker: int, seq: int, error: Exception) -> list[Action]:
-        """A store failed at this task. Errors as `handle`."""
+        """A store failed at this task. Errors as `completed`."""
         if self.over:
             return []
         if seq not in self._unanswered_tasks:

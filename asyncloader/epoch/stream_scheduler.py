@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncloader.base.events import Action, Exhausted
+from asyncloader.base.events import Action
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.errors import TaskQuarantined
 
@@ -120,7 +120,7 @@ class StreamScheduler(Scheduler):
         return worker if found is None else int(found.index)
 
     def offered(self, index: Any) -> list[Action]:
-        """`handle` for `Offered`, of any index: the next stream gets a task."""
+        """The next stream gets a task, whatever the index."""
         del index
         if self.over:
             return []
@@ -135,35 +135,38 @@ class StreamScheduler(Scheduler):
         return self._chosen
 
     def delivered(self, seq: int) -> list[Action]:
-        """`handle` for `Delivered`."""
+        """`Scheduler.delivered`, which also settles the task of its stream."""
         # Else it is refused below.
         if not self.over and seq in self._owner and seq not in self._unanswered_tasks:
             self._turns.settle(seq)
         return super().delivered(seq)
 
-    def _fail(self, error: BaseException) -> list[Action]:
+    def fail(self, error: BaseException) -> list[Action]:
+        """`Scheduler.fail`, with an error that names no indices."""
         if isinstance(error, TaskQuarantined):
             error.indices = None  # a stream is no index
-        return super()._fail(error)
+        return super().fail(error)
 
-    def _exhausted(self, event: Exhausted) -> list[Action]:
-        worker, seq = event
-        task = self._unanswered_tasks.pop(seq, None)
-        if task is None:
-            raise ValueError(f"task {seq} was answered but not outstanding (worker {worker})")
-        del self._owner[seq]
+    def exhausted(self, worker: int, task: int) -> list[Action]:
+        """A stream ended at this task. It says so at each of the tasks that it still has."""
+        if self.over:
+            return []
+        ended = self._unanswered_tasks.pop(task, None)
+        if ended is None:
+            raise ValueError(f"task {task} was answered but not outstanding (worker {worker})")
+        del self._owner[task]
         self._load[worker] -= 1
         self._count(worker, -1)
-        self._turns.settle(seq)
-        self._turns.end(task.index)
+        self._turns.settle(task)
+        self._turns.end(ended.index)
         self._active[worker] = self._turns.serves(worker)
         actions: list[Action] = []
         if self._recovery.active:
-            self._recovery.answered(worker, seq)
+            self._recovery.answered(worker, task)
             actions += self._send_waiting(worker)
         if self.in_order:
             # Otherwise later batches would wait for a number that never comes.
-            actions += self._reorder.skip(seq)
+            actions += self._reorder.skip(task)
         if self._failed:
             actions += self._after_failure(worker)
         return actions + self.offered(None) + self._finish_if_done()

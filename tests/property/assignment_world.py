@@ -12,7 +12,7 @@ import asyncio
 import json
 import pickle
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,17 +20,11 @@ from typing import Any, cast
 from asyncloader.base.events import (
     Action,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
     Died,
-    Event,
-    Exhausted,
     Fail,
     Finish,
     Replace,
-    Replaced,
-    Started,
 )
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
@@ -197,7 +191,7 @@ class World:
     async def run(self, stop_after: int | None = None) -> dict[str, Any] | None:
         """Run until the consumer has `stop_after` batches, or the epoch ends. Returns the state; None at the end."""
         try:
-            await self._handle(Started())
+            await self._handle(self._scheduler.started)
             while not self._finished:
                 if stop_after is not None and len(self.batches) >= stop_after:
                     return self.progress.state()
@@ -245,20 +239,22 @@ class World:
             return
         if kind == "end":
             self.progress.ends[number] = values[1]
-            await self._handle(Exhausted(number, values[0]))
+            await self._handle(self._scheduler.exhausted, number, values[0])
             return
         seq, outcome, cursor = values
         if kind == "error":
             self._resume_points.failed(number)
         else:
             self._resume_points.answered(number, cursor)
-        await self._handle(Completed(number, seq, (kind, outcome, cursor)))
+        await self._handle(self._scheduler.completed, number, seq, (kind, outcome, cursor))
         self._assignment(self.assigner.answered(number))
 
     async def _bury(self, number: int) -> None:
         self.assigner.died(number)
         obstacle = self._resume_points.obstacle(number)
-        await self._handle(Died(number, WorkerDied(number, 1, -9), at_work=False, obstacle=obstacle))
+        await self._handle(
+            self._scheduler.died, Died(number, WorkerDied(number, 1, -9), at_work=False, obstacle=obstacle)
+        )
 
     async def _take(self, _: int) -> None:
         item = self._ready.popleft()
@@ -271,7 +267,7 @@ class World:
             self.progress.delivered(item.seq, item.worker, cursor)
             if kind == "batch":
                 self.batches.append(outcome)
-        await self._handle(Delivered(item.seq))
+        await self._handle(self._scheduler.delivered, item.seq)
 
     # ------------------------------------------------------------------------------------------- consequences
 
@@ -282,8 +278,8 @@ class World:
                 answer = pickle.dumps((reply.assignment, reply.over, reply.last))
                 worker.inbox.append((wire.ASSIGNMENT, wire.pack_assignment(1, reply.number, answer)[HEAD:]))
 
-    async def _handle(self, event: Event) -> None:
-        actions: deque[Action] = deque(self._scheduler.handle(event))
+    async def _handle(self, decide: Callable[..., list[Action]], *arguments: Any) -> None:
+        actions: deque[Action] = deque(decide(*arguments))
         while actions:
             action = actions.popleft()
             if isinstance(action, Deliver):
@@ -302,7 +298,7 @@ class World:
                 self._workers[action.worker] = Worker(
                     self.case, action.worker, self._resume_points.start(action.worker)
                 )
-                actions += self._scheduler.handle(Replaced(action.worker))
+                actions += self._scheduler.replaced(action.worker)
 
 
 async def _settled() -> None:

@@ -6,7 +6,7 @@ The asserts check invariants at every step. `run` ends with the epoch, or fails 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, NamedTuple
@@ -14,20 +14,13 @@ from typing import Any, NamedTuple
 from asyncloader.base.events import (
     Action,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
     Died,
-    Exhausted,
     Fail,
     Finish,
-    Offered,
     Poisoned,
     Pull,
     Replace,
-    Replaced,
-    SamplerEnded,
-    Started,
     Task,
 )
 from asyncloader.epoch.scheduler import Assignment, Scheduler
@@ -130,9 +123,9 @@ class World:
             else:
                 self.last.append(action)
 
-    def handle(self, event: Any) -> None:
+    def handle(self, decide: Callable[..., list[Action]], *arguments: Any) -> None:
         self.depth += 1
-        self.carry_out(self.scheduler.handle(event))
+        self.carry_out(decide(*arguments))
         self.depth -= 1
         if not (self.last or self.depth):
             self.check()
@@ -207,7 +200,7 @@ class World:
         return found
 
     def run(self) -> None:
-        self.handle(Started())
+        self.handle(self.scheduler.started)
         while not self.last:
             moves = self.moves()
             assert moves, f"nothing can move, and the epoch is not over: {self.scheduler}"
@@ -222,7 +215,7 @@ class World:
         if what == "take":
             item = self.line.popleft()
             self.delivered.append(item)
-            self.handle(Delivered(item.seq))
+            self.handle(self.scheduler.delivered, item.seq)
         elif what == "offer":
             self.offer()
         elif what == "answer":
@@ -232,7 +225,7 @@ class World:
         elif what == "replace":
             self.pids += 1
             worker.pid, worker.up, worker.started, worker.asked = self.pids, True, False, False
-            self.handle(Replaced(number))
+            self.handle(self.scheduler.replaced, number)
         elif what in ("crash", "kill"):
             self.kills -= 1
             self.die(worker, outside=what == "kill")
@@ -243,11 +236,11 @@ class World:
     def offer(self) -> None:
         if self.offered == len(self.indices):
             self.ended_sampler = True
-            self.handle(SamplerEnded())
+            self.handle(self.scheduler.sampler_ended)
             return
         self.pulls -= 1
         self.offered += 1
-        self.handle(Offered(self.indices[self.offered - 1]))
+        self.handle(self.scheduler.offered, self.indices[self.offered - 1])
 
     def answer(self, worker: Worker) -> None:
         iterable = self.scheduler.iterable
@@ -257,7 +250,7 @@ class World:
             self.void |= mine
             worker.queue.clear()
             worker.ended = True
-            self.handle(Exhausted(worker.number, seq))
+            self.handle(self.scheduler.exhausted, worker.number, seq)
             return
         place = self.random.randrange(len(worker.queue)) if self.concurrent and not iterable else 0
         task = worker.queue[place]
@@ -269,7 +262,7 @@ class World:
         del worker.queue[place]
         worker.made += 1
         self.answered.add(task.seq)
-        self.handle(Completed(worker.number, task.seq, Made(worker.number, task, worker.made - 1)))
+        self.handle(self.scheduler.completed, worker.number, task.seq, Made(worker.number, task, worker.made - 1))
 
     def die(self, worker: Worker, *, left: bool = False, outside: bool = False) -> None:
         hand = tuple(task.seq for task in worker.queue)
@@ -287,7 +280,7 @@ class World:
         guilty = {seq for seq in struck if len(self.held_against(seq)) >= 3}
         self.answered |= guilty
         death = WorkerDied(worker.number, worker.pid, -9)
-        self.handle(Died(worker.number, death, at_work, left, outside=outside))
+        self.handle(self.scheduler.died, Died(worker.number, death, at_work, left, outside=outside))
         fails = worker.deaths > self.max_restarts or bool(guilty and self.scheduler.iterable)
         assert fails == (bool(self.last) and isinstance(self.last[0], Fail))
         if fails:

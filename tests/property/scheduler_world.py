@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 from asyncloader.base.events import (
     Action,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
-    Exhausted,
     Finish,
-    Offered,
     Pull,
-    SamplerEnded,
-    Started,
     Task,
 )
 from asyncloader.epoch.scheduler import Scheduler
@@ -122,7 +116,7 @@ class World:
         if what == "take":
             item = self.line.popleft()
             self.delivered.append(item)
-            self.carry_out(self.scheduler.handle(Delivered(item.seq)))
+            self.carry_out(self.scheduler.delivered(item.seq))
         elif what == "offer":
             self.offer()
         elif self.scheduler.iterable and self.made[worker] == self.lengths[worker]:
@@ -130,7 +124,7 @@ class World:
             self.void |= {task.seq for task in self.queues[worker]}
             self.queues[worker].clear()
             self.gone.add(worker)
-            self.carry_out(self.scheduler.handle(Exhausted(worker, seq)))
+            self.carry_out(self.scheduler.exhausted(worker, seq))
         else:
             queue = self.queues[worker]
             place = 0 if self.fifo or self.scheduler.iterable else self.random.randrange(len(queue))
@@ -138,20 +132,20 @@ class World:
             del queue[place]
             self.made[worker] += 1
             self.answers += 1
-            self.carry_out(self.scheduler.handle(Completed(worker, task.seq, (worker, task))))
+            self.carry_out(self.scheduler.completed(worker, task.seq, (worker, task)))
 
     def offer(self) -> None:
         if self.offered == len(self.indices):
             self.ended_sampler = True
-            self.carry_out(self.scheduler.handle(SamplerEnded()))
+            self.carry_out(self.scheduler.sampler_ended())
         else:
             self.pulls -= 1
             self.offered += 1
-            (assign,) = self.scheduler.handle(Offered(self.indices[self.offered - 1]))  # no index is lost
+            (assign,) = self.scheduler.offered(self.indices[self.offered - 1])  # no index is lost
             self.carry_out([assign])
 
     def start(self) -> None:
-        self.carry_out(self.scheduler.handle(Started()))
+        self.carry_out(self.scheduler.started())
 
     def run(self) -> None:
         self.start()

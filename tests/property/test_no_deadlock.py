@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncloader.base.events import Action, Assign, Completed, Deliver, Delivered, Offered, Pull, Started
+from asyncloader.base.events import Action, Assign, Deliver, Pull
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.telemetry.statistics import Statistics
@@ -79,13 +79,13 @@ class Machine(RuleBasedStateMachine):
             assignment="least_loaded" if self.least_loaded else "round_robin",
             epoch=self.epoch,
         )
-        self.carry_out(self.scheduler.handle(Started()))
+        self.carry_out(self.scheduler.started())
 
     def carry_out(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Pull):
                 for _ in range(action.number):
-                    self.carry_out(self.scheduler.handle(Offered(None)))
+                    self.carry_out(self.scheduler.offered(None))
             elif isinstance(action, Assign):
                 self.assign(action)
             else:
@@ -149,7 +149,7 @@ class Machine(RuleBasedStateMachine):
             answer.discard()
             return
         self.answered[job.seq] = answer
-        self.carry_out(self.scheduler.handle(Completed(worker, job.seq, answer)))
+        self.carry_out(self.scheduler.completed(worker, job.seq, answer))
 
     @precondition(lambda self: self.draining)
     @rule(data=st.data())
@@ -190,7 +190,7 @@ class Machine(RuleBasedStateMachine):
         if keep:
             self.held.append((stamp, batch, None if copied else answer.ring))
         del batch, answer
-        self.carry_out(self.scheduler.handle(Delivered(item.seq)))
+        self.carry_out(self.scheduler.delivered(item.seq))
 
     @precondition(lambda self: self.held)
     @rule(every=st.integers(1, 4))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.base.events import Completed, Delivered, Died, Fail, Finish
+from asyncloader.base.events import Died, Fail, Finish
 from asyncloader.epoch.scheduler import Assignment, Scheduler
 from asyncloader.errors import WorkerDied
 from tests.property.scheduler_world import World, assignments, check_each_once, check_end, randoms
@@ -134,7 +134,7 @@ def test_death_at_any_time_is_the_last_word(steps: int, iterable: bool, in_order
     for _ in range(steps):
         world.move(*random.choice(world.moves()))
     unanswered = scheduler.outstanding
-    world.carry_out(scheduler.handle(Died(1, WorkerDied(1, 17, -9))))
+    world.carry_out(scheduler.died(Died(1, WorkerDied(1, 17, -9))))
     (fail,) = world.last
     assert isinstance(fail, Fail)
     assert isinstance(fail.error, WorkerDied)
@@ -143,9 +143,9 @@ def test_death_at_any_time_is_the_last_word(steps: int, iterable: bool, in_order
     while any(world.queues) or world.line:
         what, worker = random.choice([move for move in world.moves() if move[0] != "offer"])
         if what == "take":
-            assert scheduler.handle(Delivered(world.line.popleft().seq)) == []
+            assert scheduler.delivered(world.line.popleft().seq) == []
         else:
-            assert scheduler.handle(Completed(worker, world.queues[worker].popleft().seq, None)) == []
+            assert scheduler.completed(worker, world.queues[worker].popleft().seq, None) == []
 
 
 def test_world_notices_a_second_end() -> None:

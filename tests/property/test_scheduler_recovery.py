@@ -213,9 +213,9 @@ class Twofold(Scheduler):
 class Endless(Scheduler):
     """A planted bug: the restarts are never used up."""
 
-    def _died(self, event: Died) -> list[Action]:
+    def died(self, event: Died) -> list[Action]:
         self._recovery.max_restarts = PLENTY
-        return super()._died(event)
+        return super().died(event)
 
 
 @pytest.mark.parametrize("kind", [Forgetful, Hasty, Twofold, Endless])

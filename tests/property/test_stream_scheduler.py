@@ -12,15 +12,10 @@ from hypothesis import strategies as st
 from asyncloader.base.events import (
     Action,
     Assign,
-    Completed,
     Deliver,
-    Delivered,
     Died,
-    Exhausted,
     Finish,
     Replace,
-    Replaced,
-    Started,
 )
 from asyncloader.epoch.stream_scheduler import StreamScheduler, StreamTurns
 from asyncloader.errors import WorkerDied
@@ -60,23 +55,23 @@ class _Workers:
         seq, stream = self.tasks[worker].popleft()
         assert self.scheduler.copy(worker, seq) == stream
         if self.made[stream] == self.lengths[stream]:
-            self.act(self.scheduler.handle(Exhausted(worker, seq)))
+            self.act(self.scheduler.exhausted(worker, seq))
             return
         self.made[stream] += 1
-        self.act(self.scheduler.handle(Completed(worker, seq, (stream, self.made[stream] - 1))))
+        self.act(self.scheduler.completed(worker, seq, (stream, self.made[stream] - 1)))
 
     def die(self, worker: int) -> None:
         self.tasks[worker].clear()
         # Killed from outside, so that no task is suspected.
-        self.act(self.scheduler.handle(Died(worker, WorkerDied(worker, 1, -9, ""), outside=True)))
+        self.act(self.scheduler.died(Died(worker, WorkerDied(worker, 1, -9, ""), outside=True)))
 
     def replace(self) -> None:
-        self.act(self.scheduler.handle(Replaced(self.down.pop())))
+        self.act(self.scheduler.replaced(self.down.pop()))
 
     def take(self) -> None:
         seq, outcome = self.ready.popleft()
         self.taken.append(outcome)
-        self.act(self.scheduler.handle(Delivered(seq)))
+        self.act(self.scheduler.delivered(seq))
 
 
 def in_turn(lengths: list[int], first: int) -> list[tuple[int, int]]:
@@ -105,7 +100,7 @@ def test_the_sequence_is_that_of_the_streams(
     turns = StreamTurns(len(lengths), first, workers)
     scheduler = StreamScheduler(turns, workers=workers, credits=credits, in_order=in_order, max_restarts=9)
     world = _Workers(scheduler, lengths, workers)
-    world.act(scheduler.handle(Started()))
+    world.act(scheduler.started())
     while not world.finished:
         moves = [("answer", worker) for worker in range(workers) if world.tasks[worker]]
         moves += [("take", 0)] * bool(world.ready) + [("replace", 0)] * bool(world.down)
@@ -126,10 +121,10 @@ def test_the_sequence_is_that_of_the_streams(
 def test_an_impossible_answer_is_refused() -> None:
     """The end of a stream at a task that no worker has, or a second delivery, is a fault of the caller."""
     scheduler = StreamScheduler(StreamTurns(2), workers=1, credits=2)
-    scheduler.handle(Started())
+    scheduler.started()
     with pytest.raises(ValueError, match="task 7 was answered but not outstanding"):
-        scheduler.handle(Exhausted(0, 7))
-    scheduler.handle(Completed(0, 0, "batch"))
-    scheduler.handle(Delivered(0))
+        scheduler.exhausted(0, 7)
+    scheduler.completed(0, 0, "batch")
+    scheduler.delivered(0)
     with pytest.raises(ValueError, match="delivered twice"):
-        scheduler.handle(Delivered(0))
+        scheduler.delivered(0)

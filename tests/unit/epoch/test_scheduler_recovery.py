@@ -9,16 +9,12 @@ from asyncloader.base.events import (
     Assign,
     Deliver,
     Died,
-    Exhausted,
     Fail,
     Finish,
-    Offered,
     Poisoned,
     PositionedIndex,
     Pull,
     Replace,
-    Replaced,
-    Started,
     Task,
 )
 from asyncloader.epoch.reassignment import quarantined
@@ -29,9 +25,9 @@ from asyncloader.errors import TaskQuarantined, WorkerDied
 def started(workers: int = 2, credits: int = 2, offers: int = 0, max_restarts: int = 3, **options: Any) -> Scheduler:
     """A scheduler that has started and was offered the indices 0 to ``offers - 1``."""
     scheduler = Scheduler(workers=workers, credits=credits, max_restarts=max_restarts, **options)
-    scheduler.handle(Started())
+    scheduler.started()
     for index in range(offers):
-        scheduler.handle(Offered(index))
+        scheduler.offered(index)
     return scheduler
 
 
@@ -42,8 +38,8 @@ def death(worker: int, pid: int = 17, **options: Any) -> Died:
 def dies(scheduler: Scheduler, worker: int, *pids: int, **options: Any) -> None:
     """The worker dies once per pid, and is replaced each time."""
     for pid in pids:
-        scheduler.handle(death(worker, pid, **options))
-        scheduler.handle(Replaced(worker))
+        scheduler.died(death(worker, pid, **options))
+        scheduler.replaced(worker)
 
 
 def task(seq: int) -> Task:
@@ -59,17 +55,17 @@ def failure(actions: list[Action]) -> BaseException:
 def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
     """The sampler is still read, and the order of each worker's tasks is kept."""
     s = started(credits=2, offers=2)
-    s.handle(death(0))
-    assert s.handle(Offered(2)) == []
-    assert s.handle(Offered(3)) == [Assign(1, task(3))]
-    assert s.handle(Replaced(0)) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
+    s.died(death(0))
+    assert s.offered(2) == []
+    assert s.offered(3) == [Assign(1, task(3))]
+    assert s.replaced(0) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
 
 
 def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
     """`Poisoned` with all three deaths is delivered instead of the batch; the replacement makes the others."""
     s = started(workers=1, offers=2)
     dies(s, 0, 17, 18)
-    again = s.handle(death(0, 19))
+    again = s.died(death(0, 19))
     assert again[0] == Replace(0)
     (deliver,) = again[1:]
     assert isinstance(deliver, Deliver)
@@ -77,7 +73,7 @@ def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
     assert isinstance(poisoned, Poisoned)
     assert poisoned.task == task(0)
     assert [error.pid for error in poisoned.deaths] == [17, 18, 19]
-    assert s.handle(Replaced(0)) == [Assign(0, task(1))]
+    assert s.replaced(0) == [Assign(0, task(1))]
 
 
 def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None:
@@ -88,9 +84,9 @@ def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None
     s = started(workers=2, credits=2, offers=4, assignment="least_loaded", reorder_window=4)
     # Worker 0 has tasks 0 and 2; worker 1 has 1 and 3.
     dies(s, 1, 17, 18)  # over task 1; task 3 goes to worker 0
-    s.handle(Offered(4))
+    s.offered(4)
     assert [seq for seq, owner in s._owner.items() if owner == 1] == [1, 4]
-    *others, last = s.handle(death(1, 19))
+    *others, last = s.died(death(1, 19))
     assert others == [Replace(1), Assign(0, task(4))]
     assert isinstance(last, Pull)
 
@@ -98,7 +94,7 @@ def test_what_is_pulled_for_a_poisoned_task_comes_behind_what_was_lost() -> None
 def test_an_obstacle_ends_the_epoch() -> None:
     """If the stream cannot be read on, the worker is not replaced: the death is raised with the reason."""
     s = started(iterable=True)
-    error = failure(s.handle(death(0, obstacle="It was not replaced, because ...")))
+    error = failure(s.died(death(0, obstacle="It was not replaced, because ...")))
     assert isinstance(error, WorkerDied)
     assert error.advice == "It was not replaced, because ..."
     assert error.pid == 17
@@ -107,11 +103,11 @@ def test_an_obstacle_ends_the_epoch() -> None:
 
 def test_without_restarts_the_advice_names_the_option() -> None:
     """With restarts used up the advice has their number."""
-    assert "set max_worker_restarts" in str(failure(started(offers=2, max_restarts=0).handle(death(0))))
+    assert "set max_worker_restarts" in str(failure(started(offers=2, max_restarts=0).died(death(0))))
     s = started(offers=2, max_restarts=1)
-    s.handle(death(0, at_work=False))
-    s.handle(Replaced(0))
-    assert "replaced 1 times" in str(failure(s.handle(death(0, at_work=False))))
+    s.died(death(0, at_work=False))
+    s.replaced(0)
+    assert "replaced 1 times" in str(failure(s.died(death(0, at_work=False))))
 
 
 def test_a_quarantine_says_why_we_killed_its_workers() -> None:
@@ -128,9 +124,9 @@ def test_a_quarantine_says_why_we_killed_its_workers() -> None:
 def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
     """The error is the quarantine, which says more than the last death; it has the dataset's indices."""
     s = started(workers=1, max_restarts=2)
-    s.handle(Offered(index))
+    s.offered(index)
     dies(s, 0, 17, 18)
-    error = failure(s.handle(death(0, 19)))
+    error = failure(s.died(death(0, 19)))
     assert isinstance(error, TaskQuarantined)
     assert error.indices == [3, 4]
     assert error.deaths == ((0, 17, -9), (0, 18, -9), (0, 19, -9))
@@ -141,9 +137,9 @@ def test_a_poisoned_task_beyond_the_restarts_ends_the_epoch(index: Any) -> None:
 def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) -> None:
     """A death from outside is no quarantine, however often the task was struck; the advice names the worker's task."""
     s = started(workers=1, max_restarts=3)
-    s.handle(Offered(index))
+    s.offered(index)
     dies(s, 0, 17, 18, 19, outside=True)
-    error = failure(s.handle(death(0, 20, outside=True)))
+    error = failure(s.died(death(0, 20, outside=True)))
     assert isinstance(error, WorkerDied)
     assert error.pid == 20
     assert error.advice == (
@@ -154,14 +150,14 @@ def test_beyond_the_restarts_a_death_from_outside_names_the_indices(index: Any) 
 def test_a_death_over_several_tasks_tells_how_many() -> None:
     """The task that killed the worker is unknown: the advice has the number of tasks and the first task's indices."""
     s = started(workers=1, credits=3, offers=3, concurrent=True, max_restarts=0)
-    assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.handle(death(0))))
+    assert "It was at 3 tasks, the first of them for indices 0. To have a worker" in str(failure(s.died(death(0))))
 
 
 def test_a_stream_cannot_go_on_behind_a_poisoned_task() -> None:
     """Even with restarts left the epoch ends: the samples behind the task cannot be reached."""
     s = started(workers=1, iterable=True, max_restarts=9)
     dies(s, 0, 17, 18)
-    error = failure(s.handle(death(0, 19)))
+    error = failure(s.died(death(0, 19)))
     assert isinstance(error, TaskQuarantined)
     assert error.indices is None
     assert "A stream cannot go on behind it." in str(error)
@@ -170,7 +166,7 @@ def test_a_stream_cannot_go_on_behind_a_poisoned_task() -> None:
 def test_a_stream_that_ends_on_trial_leaves_no_suspects() -> None:
     """The tasks of a copy that has ended are void, and none of them is a suspect any more."""
     s = started(workers=1, credits=2, iterable=True, concurrent=True)
-    s.handle(death(0))
-    assert s.handle(Replaced(0)) == [Assign(0, Task(0, 0, None), suspect=True)]
-    assert s.handle(Exhausted(0, 0)) == [Finish()]
+    s.died(death(0))
+    assert s.replaced(0) == [Assign(0, Task(0, 0, None), suspect=True)]
+    assert s.exhausted(0, 0) == [Finish()]
     assert not s._recovery._deaths
