@@ -155,6 +155,12 @@ NOTHING: Final = _Mark("NOTHING")
 """Stands for an index: there is no plain sampler, or it had ended before."""
 
 
+class SamplerFailed(NamedTuple):
+    """Stands for an index: the sampler has raised, and gives no more."""
+
+    error: Exception
+
+
 class WorkerFailure:
     """A task's outcome if user code raised: `error` is an exception, or torch's wrapper of one. `unbegun`: the worker
     could not begin the epoch.

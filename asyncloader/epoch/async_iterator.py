@@ -226,8 +226,6 @@ class AsyncLoaderIterator(Generic[B_co]):
                 if self._consumer.again is not None and self._pipeline is not None:
                     again, self._consumer.again = self._consumer.again, None
                     self._pipeline.again(again)
-                if self._consumer.stalled and self._pipeline is not None:
-                    self._go_on(self._pipeline)
                 if items:
                     waited = perf_counter() - begin
                     # Nothing is awaited between this line and the delivery: a cancellation loses no batch.
@@ -268,13 +266,6 @@ class AsyncLoaderIterator(Generic[B_co]):
             hide_our_frames(error)
             raise
 
-    def _go_on(self, pipeline: Pipeline) -> None:
-        try:
-            self._consumer.go_on(pipeline.offer)
-        except Exception:
-            self._queue.wake()  # another task that waits for a batch has come already
-            raise
-
     def _deliver(self, item: Deliver, waited: float) -> Any:
         if self._pipeline is None:
             raise LoaderClosed("this iterator was closed")
@@ -284,8 +275,6 @@ class AsyncLoaderIterator(Generic[B_co]):
             delivery = self._consumer.delivery
             # Otherwise the iterator would keep the batch, and its slot, until the next delivery.
             delivery.item = delivery.batch = delivery.error = None
-            if self._consumer.stalled and not self._consumer.outstanding:
-                self._queue.wake()  # a task that waits gets the sampler's error
         if batch is NO_BATCH:
             return batch
         self._yielded += 1

@@ -3,8 +3,7 @@
 Data path: sampler -> [consumer] -> scheduler ... reorder -> delivery -> [consumer] -> the user.
 
 The order per batch is torch's: a plain sampler is advanced after the batch has arrived, and before an error in place of
-the batch is raised. The sampler's own error is raised behind the batches that were asked for before it, of which torch
-loses one.
+the batch is raised.
 """
 
 from __future__ import annotations
@@ -99,18 +98,12 @@ class Consumer(SamplerReading):
         self._begun = begun
         self._run = statistics.epochs  # number of the iterator, in traces
         self._workers = statistics.num_workers = config.num_workers
-        self._short = 0  # indices that are to be taken once the sampler goes on after an error
-        self._extra: tuple[Any, ...] = ()  # of these, those that were taken and not passed on yet
         self._source = config.source
         # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._torch_iter = weakref.ref(torch_iter)
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
         self._first = True
-        self.stalled = False
-        """Whether the sampler has raised and was not asked again: see `go_on`."""
-        self._sampler_error: Exception | None = None
-        self._rounds = 1  # how often `go_on` has asked, and one more
         # Number of the store's failure that the user got last, until the pipeline is notified of the next call.
         self.again: int | None = None
         self.delivery = progress.delivery = Delivery()

@@ -33,6 +33,7 @@ from asyncloader.base.events import (
     Notice,
     Pull,
     Replace,
+    SamplerFailed,
     WorkerFailure,
 )
 from asyncloader.delivery.opener import raise_worker_error
@@ -107,7 +108,6 @@ class Pipeline(Listener):
         self._source_error: Exception | None = None
         self._closed = self._delivers = False  # the consumer gets no items any more; it got one
         self._advanced: int | None = None  # the last delivery that was taken
-        self._offered = 0  # the number of the last `offer`
         self._respawner = respawner
         self._loss, self._replays, self._stateful = loss, replays, stateful
         self._resumes = scheduler.iterable or stateful  # else each worker makes any batch, whatever it made before
@@ -127,8 +127,12 @@ class Pipeline(Listener):
 
     def start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         """Attach to the running loop and give the workers their first tasks. The consumer gets the error of that."""
-        if not self._closed:
-            self._do(self._start, offers, starts)
+        if self._closed:
+            return
+        try:
+            self._start(offers, starts)
+        except Exception as error:
+            self._fail(error)
 
     def _start(self, offers: Iterable[Any], starts: Sequence[EpochStart]) -> None:
         loop = asyncio.get_running_loop()
@@ -156,7 +160,9 @@ class Pipeline(Listener):
         self._handle(self._scheduler.started)
 
     def advance(self, seq: int, offer: Any) -> None:
-        """Take note that `seq` was delivered, and of the sampler's `offer` (or `ENDED`, `NOTHING`). Idempotent."""
+        """Take note that `seq` was delivered, and of the sampler's `offer`: an index, `ENDED`, `NOTHING`, or a
+        `SamplerFailed`. Idempotent.
+        """
         if self._closed or seq == self._advanced:
             return
         self._advanced = seq
@@ -170,13 +176,6 @@ class Pipeline(Listener):
                 self._offer()
         except Exception as error:
             self._fail(error)
-
-    def offer(self, number: int, offers: Sequence[Any]) -> None:
-        """Take what a sampler gives that goes on after an error. `number`: of the call; repeated, it has no effect."""
-        if not self._closed and number != self._offered:
-            self._offered = number
-            self._offers += offers
-            self._do(self._offer)
 
     def again(self, number: int) -> None:
         """Have the tasks at which a store failed made again: the consumer has come again after this failure."""
@@ -372,13 +371,6 @@ class Pipeline(Listener):
         except Exception as error:
             self._fail(shortage_of(error, len(self._pool.processes)) or error)
 
-    def _do(self, step: Callable[..., None], *arguments: Any) -> None:
-        """Call a step of the pipeline, whose error ends the epoch."""
-        try:
-            step(*arguments)
-        except Exception as error:
-            self._fail(error)
-
     def _fail(self, error: Exception) -> None:
         """End the epoch with this error, which the consumer gets. `close` follows, and waits for the sampler's end."""
         self._sink(Fail(error))
@@ -428,6 +420,8 @@ class Pipeline(Listener):
         while self._allowed and self._offers:
             self._allowed -= 1
             offer = self._offers.popleft()
+            if isinstance(offer, SamplerFailed):
+                self._source_error, offer = offer.error, ENDED
             # Not `_handle`, within which this runs: an error must also end the outer loop over actions.
             scheduler = self._scheduler
             self._carry_out(scheduler.sampler_ended() if offer is ENDED else scheduler.offered(offer))

@@ -2,17 +2,16 @@
 
 Data path: sampler -> [sampler_reading] -> scheduler. Part of the consumer.
 
-A sampler's error is kept until the batches are delivered that were asked for before it. Then the user gets it, and the
-next call asks the sampler again.
+A sampler's error ends the epoch, behind the batches that were asked for before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
-from asyncloader.base.events import ENDED, NOTHING, Deliver
+from asyncloader.base.events import ENDED, NOTHING, Deliver, SamplerFailed
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.progress import Progress
@@ -40,17 +39,12 @@ class Delivery:
 class SamplerReading:
     """The base of `Consumer`, which delivers: how the sampler is advanced."""
 
-    stalled: bool
     _progress: Progress
     _statistics: Statistics
     _torch_iter: Callable[[], TorchIterator | None]
     _reads: bool
     _tasks: int
     _taken: int
-    _short: int
-    _extra: tuple[Any, ...]
-    _sampler_error: Exception | None
-    _rounds: int
 
     def _prime(self, count: int) -> list[Any]:
         offers: list[Any] = []
@@ -63,37 +57,9 @@ class SamplerReading:
         except Exception as error:
             if not offers:
                 raise
-            self._short += count - len(offers)
-            self.stalled, self._sampler_error = True, error
+            offers.append(SamplerFailed(error))
+            self._reads = False
         return offers
-
-    def go_on(self, offer: Callable[[int, Sequence[Any]], None]) -> None:
-        """While `stalled`, before an item is waited for: ask the sampler again, once the user has its error.
-
-        Args:
-            offer: `Pipeline.offer`.
-
-        Raises:
-            Exception: the sampler's, once every batch was delivered that was asked for before it.
-        """
-        if self._tasks > self._taken and not self._extra:
-            return
-        error, self._sampler_error = self._sampler_error, None
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error  # its traceback refers to this frame
-        try:
-            self._pull_more()
-        except Exception as raised:
-            if not self._extra:
-                raise
-            self._sampler_error = raised
-        self._reads = bool(self._extra)
-        # Again after Ctrl-C between these lines, which the pipeline ignores.
-        offer(self._rounds, self._extra or (ENDED,))
-        self.stalled, self._extra, self._rounds = self._sampler_error is not None, (), self._rounds + 1
 
     def _pull(self, left: int) -> Any:
         """The sampler's next index, while `left` are outstanding. The same again until `_tasks` is incremented."""
@@ -109,32 +75,22 @@ class SamplerReading:
 
     def _advance(self, delivery: Delivery) -> None:
         """Take the next index from the sampler."""
-        offer, left, raised = NOTHING, self._tasks - self._taken - 1, self._sampler_error
-        if self._reads and not self.stalled:
+        offer: Any = NOTHING
+        over = False
+        if self._reads:
             try:
-                offer = self._pull(left)
+                offer = self._pull(self._tasks - self._taken - 1)
             except Exception as error:
-                raised = error
+                offer = SamplerFailed(error)
+                over = True
         # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
-        if offer is ENDED:
+        if over or offer is ENDED:
             self._reads = False
         elif offer is not NOTHING:
             self._tasks += 1
-        elif raised is not None:
-            self.stalled, self._sampler_error, self._short = True, raised, self._short + 1
         self._taken += 1
         delivery.offer, delivery.reached = offer, PULLED
-        raised = None  # its traceback refers to this frame
-
-    def _pull_more(self) -> None:
-        """Take the indices that were not taken because of the error."""
-        while self._short:
-            offer = self._pull(0)
-            if offer is ENDED:
-                self._short = 0
-                return
-            # No calls from here on: after Ctrl-C each index must be either counted and kept, or taken again.
-            self._extra, self._tasks, self._short = (*self._extra, offer), self._tasks + 1, self._short - 1
+        offer = None  # an error's traceback refers to this frame
 
 
 def pull_timed(torch_iter: TorchIterator, task: int, progress: Progress, statistics: Statistics) -> Any:

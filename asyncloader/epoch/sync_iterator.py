@@ -190,7 +190,6 @@ class WorkerIterator(CountedNext):
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
         self._again = self._pipeline.again
-        self._offer = partial(self._bridge.call_soon, self._pipeline.offer)
         # Queued before any `advance`: the bridge keeps the order of the calls.
         self._bridge.call_soon(self._pipeline.start, self._consumer.offers, starts)
         if self._config.awaits_workers:
@@ -243,8 +242,6 @@ class WorkerIterator(CountedNext):
                     # Repeated after Ctrl-C between these lines, which the pipeline ignores.
                     self._bridge.call_soon(self._again, consumer.again)
                     consumer.again = None
-                if consumer.stalled:
-                    consumer.go_on(self._offer)
                 begin = perf_counter()
                 taken = self._taken
                 if not taken:

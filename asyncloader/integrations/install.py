@@ -33,7 +33,6 @@ from torch.utils.data.dataloader import (
 
 from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.epoch.sync_inline import CountedNext
-from asyncloader.epoch.torch_iterator import ThreadIterator
 from asyncloader.loaders.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
 
@@ -147,7 +146,7 @@ def _new(kind: type[Any]) -> Any:
 def _wrap_iterator(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def begin(self: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-        if _hooks.blocks and not isinstance(self, (CountedNext, ThreadIterator)) and not _was_made_before(self, loader):
+        if _hooks.blocks and not isinstance(self, CountedNext) and not _was_made_before(self, loader):
             _hooks.warn(
                 _name(type(loader)),
                 f"it makes torch's iterators by itself (here {_name(type(self))}), so its batches come from torch's "

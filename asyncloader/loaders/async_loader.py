@@ -18,7 +18,7 @@ from asyncloader.epoch.async_inline import AsyncInlineIterator
 from asyncloader.epoch.async_iterator import AsyncLoaderIterator
 from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_or_loop import BatchCosts
-from asyncloader.epoch.torch_iterator import TorchIterator, has_thread_workers, refusal
+from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.loaders.loader_methods import LoaderMethods, LoaderState
 from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
@@ -139,15 +139,12 @@ class AsyncDataLoader(LoaderMethods[T_co, B_co]):
             LoaderClosed: after `aclose`.
             ServiceUnavailable: no node at `workers=` could be asked about the dataset. The first call does that, and
                 the event loop waits for it; `len` in a thread beforehand spares it that.
-            ValueError: `multiprocessing_context` makes threads.
         """
         state, spec = self._asyncloader_state, self._spec
         if state.closed:
             raise self._asyncloader_closed()
         ask_dataset(spec)
         iterator: AsyncLoaderIterator[B_co] | AsyncInlineIterator[B_co]
-        if has_thread_workers(spec):
-            raise ValueError(refusal(spec, "`async for` cannot read"))
         with state.beginning():
             if spec.num_workers:
                 spec.check_worker_number_rationality()

@@ -14,11 +14,9 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from asyncloader.base.bridge import Bridge
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
-from asyncloader.epoch.torch_iterator import ThreadIterator, has_thread_workers, refusal
-from asyncloader.errors import StateError
 from asyncloader.loaders.loader_methods import LoaderMethods, LoaderState
 from asyncloader.loaders.worker_trial import choose_workers
-from asyncloader.options.auto import set_workers
+from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
     OUR_OPTION_NAMES,
     B_co,
@@ -96,15 +94,11 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         state = self._asyncloader_state
         if state.closed:
             raise self._asyncloader_closed()
-        iterator: SyncInlineIterator | WorkerIterator | ThreadIterator
         if self.num_workers:
             self.check_worker_number_rationality()
-        if has_thread_workers(self):
-            iterator = ThreadIterator(self)
-        else:
-            kind: Any = WorkerIterator if self.num_workers else SyncInlineIterator
-            with state.beginning():
-                iterator = kind(self, state.statistics, state.bridge, state.keeper)
+        kind = WorkerIterator if self.num_workers else SyncInlineIterator
+        with state.beginning():
+            iterator = kind(self, state.statistics, state.bridge, state.keeper)
         # Only now, when the workers exist: they are forked before there is a thread for the view.
         self._asyncloader_began(state, iterator, iterator._shutdown_workers)
         return iterator
@@ -130,13 +124,13 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         """The newest iterator's position: a new dictionary of plain values, O(1). Between epochs: the next epoch.
 
         Only batches that were delivered count. Safe for ``torch.load(weights_only=True)``; also for JSON, if the states
-        of the user's own samplers and datasets are. Empty if the workers are threads, which are torch's.
+        of the user's own samplers and datasets are.
 
         Raises:
             StateError: in seeded mode, within an epoch, if a map dataset has a state of its own and several workers
                 read it, or one worker reads several samples at a time.
         """
-        return {} if has_thread_workers(self) else self._asyncloader_state.keeper.state(self)
+        return self._asyncloader_state.keeper.state(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume at this position with the next ``iter()``, also of a copy. An empty dictionary resets the position.
@@ -147,8 +141,6 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
             StateError: the state is damaged, of another version or another loader, or has no exact position. The text
                 says what to do.
         """
-        if state_dict and has_thread_workers(self):
-            raise StateError(refusal(self, "cannot begin from a state"))
         self._asyncloader_state.keeper.load(self, state_dict)
         # As in torchdata: persistent workers end, because their copies of the dataset have advanced.
         self._iterator = None
@@ -213,7 +205,9 @@ class DataLoader(LoaderMethods[T_co, B_co], LoaderSpec[T_co, B_co]):
         if name in OUR_OPTION_NAMES and self._asyncloader_fixed:
             raise ValueError(fixed_option(name))
         if name == "num_workers" and "_asyncloader_options" in vars(self):
-            value = set_workers(self, value)
+            if value == AUTO:
+                raise ValueError('"auto" is fixed when a loader is made; clone(num_workers="auto") makes another one')
+            vars(self).pop("_asyncloader_choice", None)
         super().__setattr__(name, value)
 
     @property

@@ -16,7 +16,6 @@ import torch
 
 from asyncloader.base.live_objects import LiveObjects
 from asyncloader.delivery.loader_device import kept_rings_of
-from asyncloader.epoch.torch_iterator import ThreadIterator
 from asyncloader.errors import LoaderClosed
 from asyncloader.live.explain import as_html, as_text, diagnose_run, explain
 from asyncloader.options.clone import made_from
@@ -143,8 +142,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         Raises:
             LoaderClosed: another thread has closed the loader.
         """
-        if not isinstance(iterator, ThreadIterator):  # which is torch's, and has no position
-            state.newest = weakref.ref(iterator)
+        state.newest = weakref.ref(iterator)
         state.iterators.add(iterator)
         # `close`, in another thread, may have looked at the iterators before this iterator was among them.
         if state.closed:

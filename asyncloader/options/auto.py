@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, Final, Self
 
 from torch.utils.data import BatchSampler
-from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.base.cpus import usable_cpus
 from asyncloader.samplers.positions import LoaderDataset
@@ -46,45 +45,18 @@ def first_number() -> int:
     return min(usable_cpus(), _FIRST_WORKERS)
 
 
-def set_workers(loader: Any, value: Any) -> int:
-    """Return the number for the attribute `num_workers` of a loader that has been made, as torch lets a user set it
-    until it is iterated: "auto" becomes a choice of the loader's own.
-
-    Args:
-        loader: a `LoaderSpec`.
-        value: from the user.
-
-    Raises:
-        ValueError: as `check_choice`.
-    """
-    if value != AUTO:
-        vars(loader).pop("_asyncloader_choice", None)
-        return value  # type: ignore[no-any-return]
-    now = {each: getattr(loader, each) for each in ("dataset", "batch_size", "batch_sampler")}
-    options = {**vars(loader._asyncloader_options), **now}
-    iterable = loader._dataset_kind == DatasetKind.Iterable
-    check_choice(options, iterable=iterable, makes_threads=makes_threads(loader.multiprocessing_context))
-    choice = vars(loader)["_asyncloader_choice"] = AutoWorkers()
-    if loader.prefetch_factor is None:
-        loader.prefetch_factor = 2  # torch's default with workers
-    return choice.number
-
-
-def check_choice(options: Mapping[str, Any], *, iterable: bool, makes_threads: bool) -> None:
+def check_choice(options: Mapping[str, Any], *, iterable: bool) -> None:
     """Refuse ``num_workers="auto"`` where the batches depend on the number, or it is not this loader's to choose.
 
     Args:
         options: every argument by name, those that are objects with their fields; checked.
         iterable: whether the dataset is iterated rather than indexed.
-        makes_threads: whether the multiprocessing context makes threads, so that the workers are torch's own.
 
     Raises:
         ValueError: with the reason, and what to do.
     """
     if options["workers"] not in (None, THREADS):
         why = "the processes are the service's, which has a number of its own"
-    elif makes_threads:
-        why = "the multiprocessing context makes threads, so the workers are torch's own"
     else:
         why = _against_choice(options, iterable)
     if why:
@@ -92,13 +64,9 @@ def check_choice(options: Mapping[str, Any], *, iterable: bool, makes_threads: b
 
 
 def makes_threads(context: Any) -> bool:
-    """Whether a multiprocessing context makes threads."""
-    if context is None:
-        return False
-    kind = context.Process
-    if isinstance(kind, type):
-        return issubclass(kind, threading.Thread)
-    return isinstance(kind(target=print, args=()), threading.Thread)  # a factory function; the thread is not started
+    """Whether the processes of a multiprocessing context are threads."""
+    kind = getattr(context, "Process", None)
+    return isinstance(kind, type) and issubclass(kind, threading.Thread)
 
 
 def _against_choice(options: Mapping[str, Any], iterable: bool) -> str:
@@ -106,7 +74,7 @@ def _against_choice(options: Mapping[str, Any], iterable: bool) -> str:
         return "a stream is read by the workers in parts, of which a trial can read no others"
     if is_stateful(options["dataset"]):
         return "the dataset has a state of its own (state_dict), of which each worker has a copy"
-    if options["workers"] == THREADS:
+    if options["workers"] == THREADS or makes_threads(options["multiprocessing_context"]):
         return "a trial in threads would draw from this process's random numbers"
     if _size_of_batches(options) is None:
         return "a trial reads batches, whose size a batch_sampler of another class does not say"

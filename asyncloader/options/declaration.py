@@ -16,7 +16,6 @@ import functools
 import inspect
 import re
 import types
-import warnings
 from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias
@@ -28,9 +27,8 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from typing_extensions import TypeVar
 
 from asyncloader.base.bridge import run_in_thread
-from asyncloader.base.cpus import affinity, cpu_quota
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto import AUTO, AutoWorkers, check_choice, first_number, makes_threads
+from asyncloader.options.auto import AUTO, AutoWorkers, check_choice, first_number
 from asyncloader.options.checks import (
     ABOUT_DATASET,
     CHECKS,
@@ -51,7 +49,6 @@ from asyncloader.samplers.seeded import SeededSampler, with_seeded_draws
 from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
 from asyncloader.service.definition import Defined
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_async_stream
-from asyncloader.workers.source import THREADS
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]
 
@@ -124,7 +121,7 @@ class LoaderOptions(Generic[T_co, B_co]):
             worker_init_fn: Called in each worker with its number, before the first sample. With an async dataset it
                 may be a coroutine function.
             multiprocessing_context: `"fork"`, `"spawn"`, `"forkserver"` or a context; `None`: the platform's default.
-                A context that makes threads leaves the work to torch.
+                A context that makes threads is read as `workers="threads"`.
             generator: The torch generator that order and worker seeds are drawn from; excludes `seed`.
             prefetch_factor: Batches that each worker may have ready or in work; `None`: 2 with workers. More where
                 `concurrency` needs them.
@@ -312,7 +309,7 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         for check in checks_of(flat, defaults, iterable=is_iterable(self)):
             check()  # here, and not in a function of its own: the user's traceback is a frame shorter
         if arguments["num_workers"] == AUTO:
-            check_choice(flat, iterable=is_iterable(self), makes_threads=makes_threads(self.multiprocessing_context))
+            check_choice(flat, iterable=is_iterable(self))
             self.__dict__["_asyncloader_choice"] = AutoWorkers()
         self._asyncloader_options = OurOptions({name: flat[name] for name in defaults})
         self.check_worker_number_rationality()
@@ -378,26 +375,14 @@ class LoaderSpec(LoaderOptions[T_co, B_co], torch.utils.data.DataLoader[T_co], _
         """Hook: called before workers start for an iterator of this loader."""
 
     def check_worker_number_rationality(self) -> None:
-        """Give torch's warning about too many workers, but also consider a container's CPU quota, and threads."""
+        """Give torch's warning about too many workers; not of threads, of workers elsewhere, or of a number that the
+        loader chooses.
+        """
         options = vars(self).get("_asyncloader_options")
-        if options is None or isinstance(self.dataset, RemoteDataset) or self._asyncloader_choice:
-            # torch's constructor calls this before the options are known; or the workers are elsewhere; or their number
-            # was not asked for.
+        # torch's constructor calls this before the options are known.
+        if options is None or options.workers is not None or self._asyncloader_choice:
             return
-        quota, most, limit = (cpu_quota() if self.num_workers else None), affinity(), ""
-        if quota is not None and quota < most:
-            most, limit = quota, " (the control group's CPU quota)"
-        kind = "threads" if options.workers == THREADS else "processes"
-        if kind == "processes" and not limit:
-            super().check_worker_number_rationality()
-        elif self.num_workers > most:
-            warnings.warn(
-                f"This DataLoader will create {self.num_workers} worker {kind} in total. Our suggested max number of "
-                f"worker in current system is {most}{limit}, which is smaller than what this DataLoader is going to "
-                "create. Please be aware that excessive worker creation might get DataLoader running slow or even "
-                "freeze, lower the worker number to avoid potential slowness/freeze if necessary.",
-                stacklevel=2,
-            )
+        super().check_worker_number_rationality()
 
 
 for _name in DEPENDING:

@@ -23,7 +23,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.base.sizes import size
 from asyncloader.delivery.accelerator import DeviceLike
-from asyncloader.options.auto import AutoWorkers
+from asyncloader.options.auto import AutoWorkers, makes_threads
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.declaration import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, OnError
 from asyncloader.ranks.topology import Topology, process_group, topology
@@ -39,6 +39,7 @@ from asyncloader.workers.fetch.dataset_kinds import (
     is_async_dataset,
 )
 from asyncloader.workers.fetch.dataset_state import is_stateful
+from asyncloader.workers.source import THREADS
 
 _ON_THE_WAY = 2
 
@@ -89,14 +90,11 @@ class EpochConfig:
     generator: torch.Generator | None
 
     num_workers: int
-    """Workers at the beginning of the epoch."""
-    """Workers that there may be in the epoch."""
     loader_streams: int | None
     """Streams that an iterable dataset says that it has, of which each worker serves some, or which are read without
     workers; None: each worker reads a copy."""
     auto: AutoWorkers | None
     """The loader's own choice of the number; None: the user gave it."""
-    """Whether the number changes while the epoch runs."""
     prefetch_factor: int
     """Batches that a copy of the dataset may have outstanding, however large they are; 1 without workers."""
     credits: int
@@ -140,7 +138,7 @@ class EpochConfig:
     worker_timeout: float | None
     worker_memory_limit: int | None
     workers: Any
-    """A service that has the workers; None: they are processes of this machine."""
+    """A service that has the workers, or "threads"; None: they are processes of this machine."""
     max_restarts: int
     """How often each worker may be replaced."""
     loss: str
@@ -217,6 +215,7 @@ class EpochConfig:
             "dataset_snapshot_every": 1 if assigned and not loader.in_order else every,
             "ring_bytes": ours.ring_bytes and size("ring_bytes", ours.ring_bytes),
             "worker_memory_limit": ours.worker_memory_limit and size("worker_memory_limit", ours.worker_memory_limit),
+            "workers": THREADS if makes_threads(loader.multiprocessing_context) else ours.workers,
             "max_restarts": max_restarts(ours.max_worker_restarts, seeded=seeded),
             "loss": "" if seeded else dataset.loss if isinstance(dataset, MessagedDataset) else _LOSS,
         }

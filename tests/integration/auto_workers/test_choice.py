@@ -216,20 +216,13 @@ def test_a_trial_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     assert "the trial failed with RuntimeError" in caplog.text
 
 
-def test_a_number_that_is_left_to_the_loader_later() -> None:
-    """`num_workers` may be set until an iterator is made, as torch's may; the same is refused as at construction."""
-    loader: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1)
-    loader.num_workers = "auto"
-    assert loader.num_workers == first_number()
-    with loader:
-        assert_same(list(loader), list(DataLoader[Any](Rows(40), batch_size=4, seed=1)))
-        assert loader.stats()["data/num_workers"] >= 1.0
+def test_a_number_that_is_set_later() -> None:
+    """It ends the choice; "auto" is for the constructor, and for `clone`."""
+    loader: Any = DataLoader[Any](Rows(40), batch_size=4, seed=1, num_workers="auto")
+    with pytest.raises(ValueError, match="is fixed when a loader is made"):
+        loader.num_workers = "auto"
     loader.num_workers = 2
     assert choice(loader) is None
-    stream: Any = DataLoader[Any](Stream(), seed=1)
-    with pytest.raises(ValueError, match="a stream is read by the workers in parts"):
-        stream.num_workers = "auto"
-    assert stream.num_workers == 0
     awaited: Any = AsyncDataLoader[Any](Rows(4))
     with pytest.raises(ValueError, match="the event loop of an AsyncDataLoader"):
         awaited.num_workers = "auto"

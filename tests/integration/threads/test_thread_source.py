@@ -252,10 +252,8 @@ def test_a_dataset_may_have_a_loader_of_its_own(outer: str, inner: dict[str, Any
     assert got == [[index, *([0, 11, 20, 31] if inner else [0, 10, 20, 30])] for index in range(6)]
 
 
-def test_an_error_names_the_thread_and_too_many_threads_are_called_threads() -> None:
-    """Neither the training process's pid nor processes are named."""
-    with pytest.warns(UserWarning, match="will create 77 worker threads in total"):
-        DataLoader(Numbers(3), num_workers=77, workers="threads")
+def test_an_error_names_the_thread() -> None:
+    """The training process's pid is not named."""
 
     def fail(index: int) -> int:
         raise KeyError(index)
