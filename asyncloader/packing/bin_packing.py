@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Slices = npt.NDArray[np.int64]
-Strategy = Literal["best_fit", "wrap", "best_fit_wrap"]
+Strategy = Literal["best_fit", "wrap"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 NOTHING: Slices = np.zeros((0, 3), np.int64)
@@ -42,8 +42,6 @@ def pack(slices: Slices, max_tokens: int, strategy: Strategy) -> tuple[list[Slic
         strategy:
             ``"best_fit"``: the longest slices first, each to the fullest row that has room for it.
             ``"wrap"``: the slices in a row, one after the other, cut where a row is full.
-            ``"best_fit_wrap"``: as ``"best_fit"``; then the slices of the emptiest rows fill the others, cut where a
-            row is full.
 
     Returns:
         The rows, and the slices that are left over: those of the row with the most room, unless it is full.
@@ -51,8 +49,7 @@ def pack(slices: Slices, max_tokens: int, strategy: Strategy) -> tuple[list[Slic
     if not len(slices):
         return [], NOTHING
     if strategy == "wrap":
-        rows = int((slices[:, 2] - slices[:, 1]).sum()) // max_tokens
-        return _rows(*_cut(slices, np.arange(1, rows + 1) * max_tokens), rows)
+        return _wrap(slices, max_tokens)
     slices = split_long(slices, max_tokens)
     # Stable, so that the result is defined: slices of the same length stay in their order.
     slices = slices[np.argsort(slices[:, 1] - slices[:, 2], kind="stable")]
@@ -60,8 +57,6 @@ def pack(slices: Slices, max_tokens: int, strategy: Strategy) -> tuple[list[Slic
     row_of = np.array(_best_fit(lengths.tolist(), max_tokens))
     filled = np.zeros(int(row_of.max()) + 1, np.int64)
     np.add.at(filled, row_of, lengths)
-    if strategy == "best_fit_wrap":
-        return _fill_up(slices, row_of, filled, max_tokens)
     last = len(filled) - 1
     emptiest = last - int(np.argmin(filled[::-1]))  # the last of several
     if filled[emptiest] == max_tokens:
@@ -104,37 +99,18 @@ def _best_fit(lengths: list[int], max_tokens: int) -> list[int]:
     return row_of
 
 
-def _fill_up(
-    slices: Slices, row_of: npt.NDArray[np.int64], filled: npt.NDArray[np.int64], max_tokens: int
-) -> tuple[list[Slices], Slices]:
-    """Take the emptiest rows apart to fill the others."""
-    full = int(filled.sum()) // max_tokens
-    fullest_first = np.argsort(-filled, kind="stable")
-    rank = np.empty_like(fullest_first)
-    rank[fullest_first] = np.arange(len(filled))
-    new_row = rank[row_of]
-    staying = new_row < full
-    room = max_tokens - filled[fullest_first[:full]]
-    cut, filling = _cut(slices[~staying], np.cumsum(room))
-    return _rows(np.concatenate([slices[staying], cut]), np.concatenate([new_row[staying], filling]), full)
-
-
-def _cut(slices: Slices, points: npt.NDArray[np.int64]) -> tuple[Slices, npt.NDArray[np.int64]]:
-    """Cut slices that lie one behind the other at these numbers of tokens, in ascending order.
-
-    Returns:
-        The slices, and for each the number of points at or before its beginning.
-    """
+def _wrap(slices: Slices, max_tokens: int) -> tuple[list[Slices], Slices]:
+    """Cut slices that lie one behind the other where a row is full."""
     lengths = slices[:, 2] - slices[:, 1]
     ends = np.cumsum(lengths)
-    total = ends[-1] if len(ends) else 0
-    bounds = np.unique(np.concatenate([np.zeros(1, np.int64), ends, points[points < total]]))
+    full = int(ends[-1]) // max_tokens
+    bounds = np.unique(np.concatenate([[0], ends, np.arange(1, full + 1) * max_tokens]))
     begins = bounds[:-1]
     source = np.searchsorted(ends, begins, "right")
     cut = slices[source]
     cut[:, 1] += begins - (ends - lengths)[source]
     cut[:, 2] = cut[:, 1] + np.diff(bounds)
-    return cut, np.searchsorted(points, begins, "right")
+    return _rows(cut, begins // max_tokens, full)
 
 
 def _rows(slices: Slices, row_of: npt.NDArray[np.int64], rows: int) -> tuple[list[Slices], Slices]:

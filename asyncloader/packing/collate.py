@@ -7,10 +7,9 @@ A sequence is an array of tokens, or a mapping of fields: arrays with an element
 
 from __future__ import annotations
 
-import cmath
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import cache, reduce
+from functools import cache
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -78,11 +77,11 @@ def cut(sequence: Any, start: int, stop: int) -> Any:
 
 
 def join(arrays: Sequence[Array]) -> torch.Tensor:
-    """Return the elements of one or more arrays, one behind the other, in memory of their own and of their
-    `common_type`. Tensors stay on their device.
+    """Return the elements of one or more arrays, one behind the other, in memory of their own. Where types differ,
+    torch's promotion of types decides. Tensors stay on their device.
 
     Raises:
-        ValueError: they have no common type.
+        ValueError: torch does not join these types.
     """
     types = {array.dtype for array in arrays}
     if len(types) == 1 and all(isinstance(array, np.ndarray) for array in arrays):
@@ -92,39 +91,24 @@ def join(arrays: Sequence[Array]) -> torch.Tensor:
         torch.from_numpy(np.array(array, array.dtype.newbyteorder("="))) if isinstance(array, np.ndarray) else array
         for array in arrays
     ]
-    kind = common_type({tensor.dtype for tensor in tensors})
-    return torch.cat([tensor.to(kind) for tensor in tensors])
-
-
-def common_type(kinds: Collection[torch.dtype]) -> torch.dtype:
-    """Return the type of elements that are joined: the smallest integer type that holds all of them; where some are of
-    floating point, torch's for these.
-
-    Raises:
-        ValueError: there is no such type.
-    """
-    if len(kinds) == 1:
-        return next(iter(kinds))
-    if floating := [kind for kind in kinds if kind.is_floating_point or kind.is_complex]:
-        return reduce(torch.promote_types, floating)
-    # By numpy: torch does not know all pairs of unsigned types.
-    common = np.result_type(*(torch.empty(0, dtype=kind, device="cpu").numpy().dtype for kind in kinds))
-    if common.kind == "f":
-        named = " and ".join(sorted(map(str, kinds)))
-        raise ValueError(f"values of the types {named} cannot be joined: no integer type holds both")
-    return torch.from_numpy(np.empty(0, common)).dtype
+    kinds = sorted({str(tensor.dtype) for tensor in tensors})
+    try:
+        return torch.cat(tensors)
+    except RuntimeError as error:
+        if len(kinds) == 1:
+            raise
+        named = " and ".join(kinds)
+        raise ValueError(f"values of the types {named} cannot be joined: give all sequences one type") from error
 
 
 @cache
 def holds(kind: torch.dtype, value: float) -> bool:
-    """Return whether a type has a value, or, if it is of floating point, a value within 1 % of it."""
+    """Return whether a type has a value; of floating point, whether it is in its range."""
     try:
-        kept: Any = torch.full((), value, dtype=kind, device="cpu").item()
+        kept = torch.full((), value, dtype=kind, device="cpu").item()
     except (RuntimeError, OverflowError):
         return False
-    if kind.is_floating_point or kind.is_complex:
-        return cmath.isclose(kept, value, rel_tol=0.01) or (cmath.isnan(kept) and cmath.isnan(value))
-    return bool(kept == value)
+    return kind.is_floating_point or kind.is_complex or kept == value
 
 
 _MADE = ("position_ids", "cu_seqlens", "max_seqlen")
@@ -141,9 +125,8 @@ class PackSequences:
 
     A row is a list of sequences. A sequence is a tensor, an array or a list of tokens; or a mapping of such fields
     (`tokens`, `labels`, a mask of the loss), each with an element for each token along its first axis. Types stay:
-    ``uint16`` gives ``torch.uint16``. Where types meet, integers have the smallest type that holds them all, and beside
-    floating point torch's rule decides. Other fields of a mapping (a name, a number) become a list with the value of
-    each sequence. Sequences without tokens are left out.
+    ``uint16`` gives ``torch.uint16``. Where types meet, torch's promotion decides. Other fields of a mapping (a name, a
+    number) become a list with the value of each sequence. Sequences without tokens are left out.
 
     A batch is a dictionary of
 
@@ -158,13 +141,13 @@ class PackSequences:
             `cu_seqlens` and `max_seqlen`, so that attention is defined everywhere. Default: no padding, and the rows of
             a batch lie one behind the other.
         pad_values: value of the padding in each field. Default: -100 in ``"labels"``, 0 elsewhere. Unsigned labels that
-            are padded with -100 become the next larger signed type, whether or not their row is full.
+            are padded with -100 become int64, whether or not their row is full.
 
     Raises:
         TypeError: a sequence has no field of tokens.
         ValueError: fields differ in length, or sequences in their fields; or a row has more than `pad_to` tokens, or
             the batch 2**31 or more. `pad_values` are given without `pad_to`, or for a field that sequences do not have
-            for each token, or its type cannot hold the value. Types have no common one: ``uint64`` and signed integers.
+            for each token, or its type cannot hold the value. torch does not join the types that meet.
     """
 
     def __init__(self, *, pad_to: int | None = None, pad_values: Mapping[str, float] | None = None) -> None:
@@ -198,16 +181,14 @@ class PackSequences:
         device = next((value.device for value in batch.values() if isinstance(value, torch.Tensor)), _CPU)
         if self.pad_to is None:
             return batch | layout(lengths, device)
-        padding = self.pad_to - np.bincount(row_of, lengths, rows).astype(np.int64)
-        if padding.min() < 0:
+        sizes = np.bincount(row_of, lengths, rows).astype(np.int64)
+        if sizes.max() > self.pad_to:
             raise ValueError(
-                f"row {np.argmin(padding)} of the batch has {self.pad_to - padding.min()} tokens, which is more than "
-                f"pad_to={self.pad_to}"
+                f"row {np.argmax(sizes)} of the batch has {sizes.max()} tokens, which is more than pad_to={self.pad_to}"
             )
-        counts = np.bincount(row_of, minlength=rows)
-        made = layout(np.insert(lengths, np.cumsum(counts), padding), device)
+        ends = np.cumsum(np.bincount(row_of, minlength=rows))
+        made = layout(np.insert(lengths, ends, self.pad_to - sizes), device)
         made["position_ids"] = made["position_ids"].reshape(rows, self.pad_to)
-        sizes = (self.pad_to - padding).tolist()
         fields = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
         if unknown := self._named - fields.keys():
             raise ValueError(
@@ -215,24 +196,20 @@ class PackSequences:
                 f"are {sorted(fields)}"
             )
         for name, value in fields.items():
-            padded = value.new_full((rows, self.pad_to, *value.shape[1:]), **self._padding(name, value.dtype))
+            kind, padding = value.dtype, self.pad_values.get(name, 0)
+            if padding == _PADDING.get(name) and not kind.is_signed and kind != torch.uint64:
+                kind = torch.int64
+            if not holds(kind, padding):
+                raise ValueError(
+                    f"the padding of {name!r} is {padding!r}, which its type, {kind}, cannot hold: give another value "
+                    "for it in pad_values, or make the field of another type"
+                )
+            padded = value.new_full((rows, self.pad_to, *value.shape[1:]), padding, dtype=kind)
             # Row by row: torch cannot index all of the types that it can copy.
-            for row, part in zip(padded, value.split(sizes), strict=True):
+            for row, part in zip(padded, value.split(sizes.tolist()), strict=True):
                 row[: len(part)] = part
             batch[name] = padded
         return batch | made
-
-    def _padding(self, name: str, kind: torch.dtype) -> dict[str, Any]:
-        """Return the value of a field's padding, and the type of the padded field."""
-        value = self.pad_values.get(name, 0)
-        if not holds(kind, value):
-            if value != _PADDING.get(name) or kind == torch.uint64:
-                raise ValueError(
-                    f"the padding of {name!r} is {value!r}, which its type, {kind}, cannot hold: give another "
-                    "value for it in pad_values, or make the field of another type"
-                )
-            kind = common_type({kind, torch.int8})  # which holds -100
-        return {"fill_value": value, "dtype": kind}
 
 
 def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str, Any]:
@@ -241,19 +218,13 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
     Raises:
         ValueError: they do not have the same fields, or one that packing makes.
     """
-    names = fields[0].keys()
-    for number, each in enumerate(fields):
-        if each.keys() != names:
+    names, first = fields[0].keys(), _names(sequences[0])
+    for number, (sequence, each) in enumerate(zip(sequences, fields, strict=True)):
+        if each.keys() != names or _names(sequence) != first:
             raise ValueError(
                 f"all sequences of a batch should have the same fields, but sequence {number} of it has "
-                f"{sorted(each)}, and the first {sorted(names)}"
-            )
-    first = _names(sequences[0])
-    for number, sequence in enumerate(sequences):
-        if different := _names(sequence) ^ first:
-            raise ValueError(
-                "all sequences of a batch should have the same fields, but only one of the first and sequence "
-                f"{number} has {sorted(map(str, different))}: leave these out, by decode= for example"
+                f"{described(_names(sequence), each)}, and the first {described(first, names)}: leave the others out, "
+                "by decode= for example"
             )
     batch: dict[str, Any] = {}
     if isinstance(sequences[0], Mapping):
@@ -263,6 +234,11 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
         others = [name for name in sequences[0] if name not in names]
         batch = {name: [sequence[name] for sequence in sequences] for name in others}
     return batch | {name: join([each[name] for each in fields]) for name in names}
+
+
+def described(names: Iterable[Any], per_token: Collection[Any]) -> list[str]:
+    """Return the names of fields; with a note, if they have no element for each token."""
+    return sorted(f"{name}" if name in per_token else f"{name} (one value)" for name in names)
 
 
 def _names(sequence: Any) -> AbstractSet[Any]:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
-from asyncloader.packing.windows import Window, WindowPacker
+from asyncloader.packing.windows import Position, Window, WindowPacker
 from asyncloader.ranks.topology import Topology, topology
 from asyncloader.workers.error_pickle import hide_our_frames
 
@@ -66,7 +66,7 @@ class PackedLoader:
         self.drop_last = drop_last
         self._collate = PackSequences(pad_to=pad_to, pad_values=pad_values)
         self._packer: WindowPacker | None = None  # of the newest iterator, until its epoch ends
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: dict[str, Any] = {}
         self._taken: dict[str, Any] = {}  # the loaded state from which that iterator began
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,19 +99,19 @@ class PackedLoader:
             StateError: the loader has no exact position.
         """
         if self._packer is not None:
-            state, carried, delivered, options = self._packer.position
+            position = self._packer.position
         else:
-            state, carried, delivered, options = self.loader.state_dict(), [], 0, None
-            if (loaded := self._resumed(state)) is not None:
+            position = Position(self.loader.state_dict(), [], 0, None)
+            if loaded := self._resumed(position.state):
                 return copy.deepcopy(loaded)
-        if not state:
+        if not position.state:
             return {}
         return {
             "version": _VERSION,
-            "loader": copy.deepcopy(state),
-            "carried": [list(each) for each in carried],
-            "delivered": delivered,
-            "packing": options,
+            "loader": copy.deepcopy(position.state),
+            "carried": copy.deepcopy(position.carried),
+            "delivered": position.delivered,
+            "packing": position.options,
             **self._described(),
         }
 
@@ -128,7 +128,7 @@ class PackedLoader:
         if state_dict:
             _check(state_dict, self._described())
         self.loader.load_state_dict(state_dict["loader"] if state_dict else {})
-        self._loaded = copy.deepcopy(state_dict) or None
+        self._loaded = copy.deepcopy(state_dict)
         self._packer = None
 
     def _described(self) -> dict[str, Any]:
@@ -142,23 +142,17 @@ class PackedLoader:
         numbers = {"batch_size": getattr(self.loader, "batch_size", None), **here._asdict()}
         return numbers | {name: order.get(name) for name in _ORDER}
 
-    def _resumed(self, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the loaded state; None without one, or if the loader, of this state, begins another epoch."""
+    def _resumed(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the loaded state; empty without one, or if the loader, of this state, begins another epoch."""
         loaded = self._loaded
-        return loaded if loaded is not None and loaded["loader"].get("epoch") == state.get("epoch") else None
+        return loaded if loaded and loaded["loader"].get("epoch") == state.get("epoch") else {}
 
     def _begin(self) -> WindowPacker:
         state = self.loader.state_dict()
-        loaded, self._loaded = self._resumed(state) or {}, None
-        self._taken = loaded
-        self._packer = WindowPacker(
-            self._collate,
-            drop_last=self.drop_last,
-            state=state,
-            carried=loaded.get("carried", []),
-            delivered=loaded.get("delivered", 0),
-            options=loaded.get("packing"),
-        )
+        self._taken, self._loaded = self._resumed(state), {}
+        loaded = self._taken
+        position = Position(state, loaded.get("carried", []), loaded.get("delivered", 0), loaded.get("packing"))
+        self._packer = WindowPacker(self._collate, position, drop_last=self.drop_last)
         return self._packer
 
     def _end(self, packer: WindowPacker) -> None:

@@ -16,10 +16,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -42,77 +40,18 @@ Row: TypeAlias = tuple[int, ...] | tuple[tuple[int, int, int], ...]
 _ROWS_PER_WINDOW, _LEAST_WINDOW = 100, 1000
 
 
-@dataclass(frozen=True, eq=False)
-class PackingPlan:
-    """All rows of one epoch.
+class _Epoch(NamedTuple):
+    """The values that choose an epoch's rows, beside the lengths and the arguments that stay.
 
-    Args:
-        lengths: of every sequence, positive.
-        domains: number of each sequence's domain, below 2**31; None: all are of one.
-        max_tokens: most tokens of a row. Longer sequences are cut.
-        strategy: see `pack`.
-        window: sequences that are packed together.
-        drop_last: leave out the remainder after the last window.
+    Attributes:
         seed: None: the order of the lengths, and the rows of a window in theirs.
         epoch: chooses another shuffle.
+        drop_last: leave out the remainder after the last window.
     """
 
-    lengths: npt.NDArray[np.integer]
-    domains: npt.NDArray[np.integer] | None
-    max_tokens: int
-    strategy: Strategy
-    window: int
-    drop_last: bool
     seed: int | None
     epoch: int
-
-    @cached_property
-    def size(self) -> int:
-        """The number of rows. Packs every window, once."""
-        return sum(len(rows) for _, rows in self._windows())
-
-    def rows_from(self, row: int) -> Iterator[Slices]:
-        """Yield the epoch's rows from number `row` on, each as its slices, ``(n, 3)``."""
-        for number, rows in self._windows():
-            if row < len(rows):
-                for each in self._shuffle(number, len(rows))[row:]:
-                    yield rows[each]
-            row = max(0, row - len(rows))
-
-    def _windows(self) -> Iterator[tuple[int, list[Slices]]]:
-        """Yield the number of each window and its rows, in the order of their domains."""
-        order = None if self.seed is None else Permutation(len(self.lengths), self.seed, self.epoch)
-        left: dict[int, Slices] = {}
-        for number, first in enumerate(range(0, len(self.lengths), self.window)):
-            indices = np.arange(first, min(first + self.window, len(self.lengths)))
-            if order is not None:
-                indices = order(indices)
-            rows: list[Slices] = []
-            for domain, own in self._by_domain(whole(self.lengths[indices], indices)):
-                slices = np.concatenate([left.get(domain, NOTHING), own])
-                packed, left[domain] = pack(slices, self.max_tokens, self.strategy)
-                rows += packed
-            if first + self.window >= len(self.lengths) and not self.drop_last:
-                rows += [rest for _, rest in sorted(left.items()) if len(rest)]
-            yield number, rows
-
-    def _by_domain(self, slices: Slices) -> Iterator[tuple[int, Slices]]:
-        if self.domains is None:
-            yield 0, slices
-            return
-        domains = self.domains[slices[:, 0]]
-        order = np.argsort(domains, kind="stable")
-        names, starts = np.unique(domains[order], return_index=True)
-        yield from zip(names.tolist(), np.split(slices[order], starts[1:]), strict=True)
-
-    def _shuffle(self, window: int, rows: int) -> list[int]:
-        """Return the order of the window's rows."""
-        if self.seed is None:
-            return list(range(rows))
-        key = b"".join(number.to_bytes(8, "little") for number in (self.seed, self.epoch, window))
-        digest = hashlib.shake_256(b"asyncloader packing" + key).digest(8)
-        order: list[int] = Permutation(rows, int.from_bytes(digest, "little"))(np.arange(rows)).tolist()
-        return order
+    drop_last: bool
 
 
 class PackingSampler(EpochSampler[Row]):
@@ -136,7 +75,6 @@ class PackingSampler(EpochSampler[Row]):
         strategy:
             ``"best_fit"`` (default): the longest sequences first, each to the fullest row that has room for it.
             ``"wrap"``: the sequences one after the other, cut where a row is full. All rows are full but the last.
-            ``"best_fit_wrap"``: as ``"best_fit"``; then some sequences are cut to fill all rows but the last.
         domains: label of each sequence, integers or strings, shape ``(sequences,)``: a row has sequences of one domain
             only. Default: all sequences are of one domain.
         on_too_long: for a sequence of more than `max_tokens` tokens: ``"error"`` raises, ``"skip"`` leaves it out of
@@ -196,7 +134,7 @@ class PackingSampler(EpochSampler[Row]):
         else:
             self.window = check_positive("window", window)
         self._checksum = checksum(self._lengths, self._kept, labels)
-        self._planned: PackingPlan | None = None
+        self._counted: tuple[_Epoch, int] | None = None  # the number of an epoch's rows
 
     @property
     def order_arguments(self) -> dict[str, Any]:
@@ -214,7 +152,7 @@ class PackingSampler(EpochSampler[Row]):
 
     def __len__(self) -> int:
         """The exact number of rows of the present epoch. It may differ from epoch to epoch."""
-        return self._plan().size
+        return self._count(self._present())
 
     def iter_from(self, start: int) -> Iterator[Row]:
         """Return the present epoch's rows from number `start` on.
@@ -222,36 +160,59 @@ class PackingSampler(EpochSampler[Row]):
         Raises:
             ValueError: `start` is not between 0 and the number of rows.
         """
-        plan = self._plan()
-        if start and not 0 < start <= plan.size:
-            raise ValueError(f"start should be between 0 and {plan.size}, but got start={start}")
-        return Restarting(lambda row: self._from(plan, row), start)
+        epoch = self._present()
+        if start and not 0 < start <= self._count(epoch):
+            raise ValueError(f"start should be between 0 and {self._count(epoch)}, but got start={start}")
+        return Restarting(lambda row: self._from(epoch, row), start)
 
-    def _from(self, plan: PackingPlan, start: int) -> Iterator[Row]:
-        for row in plan.rows_from(start):
-            indices = row[:, 0] if self._kept is None else self._kept[row[:, 0]]
-            if self.slices:
-                yield tuple(zip(indices.tolist(), row[:, 1].tolist(), row[:, 2].tolist(), strict=True))
-            else:
-                yield tuple(indices.tolist())
+    def _present(self) -> _Epoch:
+        return _Epoch(self.seed if self.shuffle else None, self.epoch, self.drop_last)
 
-    def _plan(self) -> PackingPlan:
-        """Return the present epoch's plan. It is kept, because it has the number of its rows."""
-        seed = self.seed if self.shuffle else None
-        plan = self._planned
-        if plan is None or (plan.seed, plan.epoch, plan.drop_last) != (seed, self.epoch, self.drop_last):
-            plan = PackingPlan(
-                self._lengths,
-                self._domains,
-                self.max_tokens,
-                self.strategy,
-                self.window,
-                self.drop_last,
-                seed,
-                self.epoch,
-            )
-            self._planned = plan
-        return plan
+    def _count(self, epoch: _Epoch) -> int:
+        """Return the number of an epoch's rows. Packs every window, once."""
+        if self._counted is None or self._counted[0] != epoch:
+            self._counted = epoch, sum(len(rows) for _, rows in self._windows(epoch))
+        return self._counted[1]
+
+    def _from(self, epoch: _Epoch, row: int) -> Iterator[Row]:
+        for number, rows in self._windows(epoch):
+            if row < len(rows):
+                for each in _shuffled(epoch, number, len(rows))[row:]:
+                    yield self._row(rows[each])
+            row = max(0, row - len(rows))
+
+    def _row(self, slices: Slices) -> Row:
+        indices = slices[:, 0] if self._kept is None else self._kept[slices[:, 0]]
+        if self.slices:
+            return tuple(zip(indices.tolist(), slices[:, 1].tolist(), slices[:, 2].tolist(), strict=True))
+        return tuple(indices.tolist())
+
+    def _windows(self, epoch: _Epoch) -> Iterator[tuple[int, list[Slices]]]:
+        """Yield the number of each window and its rows, in the order of their domains."""
+        total = len(self._lengths)
+        order = None if epoch.seed is None else Permutation(total, epoch.seed, epoch.epoch)
+        left: dict[int, Slices] = {}
+        for number, first in enumerate(range(0, total, self.window)):
+            indices = np.arange(first, min(first + self.window, total))
+            if order is not None:
+                indices = order(indices)
+            rows: list[Slices] = []
+            for domain, own in self._by_domain(whole(self._lengths[indices], indices)):
+                slices = np.concatenate([left.get(domain, NOTHING), own])
+                packed, left[domain] = pack(slices, self.max_tokens, self.strategy)
+                rows += packed
+            if first + self.window >= total and not epoch.drop_last:
+                rows += [rest for _, rest in sorted(left.items()) if len(rest)]
+            yield number, rows
+
+    def _by_domain(self, slices: Slices) -> Iterator[tuple[int, Slices]]:
+        if self._domains is None:
+            yield 0, slices
+            return
+        domains = self._domains[slices[:, 0]]
+        order = np.argsort(domains, kind="stable")
+        names, starts = np.unique(domains[order], return_index=True)
+        yield from zip(names.tolist(), np.split(slices[order], starts[1:]), strict=True)
 
     def __repr__(self) -> str:
         return (
@@ -260,14 +221,26 @@ class PackingSampler(EpochSampler[Row]):
         )
 
 
+def _shuffled(epoch: _Epoch, window: int, rows: int) -> list[int]:
+    """Return the order of a window's rows."""
+    if epoch.seed is None:
+        return list(range(rows))
+    key = b"".join(number.to_bytes(8, "little") for number in (epoch.seed, epoch.epoch, window))
+    digest = hashlib.shake_256(b"asyncloader packing" + key).digest(8)
+    order: list[int] = Permutation(rows, int.from_bytes(digest, "little"))(np.arange(rows)).tolist()
+    return order
+
+
 def rule_of(on_too_long: OnTooLong | None, strategy: Strategy) -> OnTooLong:
     """Return the rule for sequences that are too long, with its default for the strategy.
 
     Raises:
         ValueError: it, or the strategy, is unknown.
     """
-    if str(strategy) == "first_fit":
-        raise ValueError('strategy="first_fit" was removed: "best_fit" cuts no sequences either, and fills rows better')
+    if str(strategy) in ("first_fit", "best_fit_wrap"):
+        raise ValueError(
+            f'strategy={strategy!r} was removed: "wrap" fills all rows, and "best_fit" nearly all without a cut'
+        )
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy should be one of {STRATEGIES}, but got strategy={strategy!r}")
     if on_too_long not in (None, *_CHOICES):
@@ -343,24 +316,17 @@ class SequenceRows(Subset[Any]):
 async def _await(found: Any, row: Row) -> Sequences:
     if inspect.isawaitable(found):
         found = await found
-    sequences = list(found)
     try:
         async with asyncio.TaskGroup() as group:
-            pending = {
-                number: group.create_task(_result(each))
-                for number, each in enumerate(sequences)
-                if inspect.isawaitable(each)
-            }
+            tasks = [group.create_task(_result(each)) for each in found]
     except ExceptionGroup as errors:
         # The first that was raised: as where one sequence is read after the other.
         raise errors.exceptions[0] from None
-    for number, task in pending.items():
-        sequences[number] = task.result()
-    return _cut(sequences, row)
+    return _cut([task.result() for task in tasks], row)
 
 
-async def _result(sequence: Awaitable[Any]) -> Any:
-    return await sequence
+async def _result(sequence: Any) -> Any:
+    return await sequence if inspect.isawaitable(sequence) else sequence
 
 
 def _cut(found: Sequence[Any], row: Sequence[Any]) -> Sequences:

@@ -19,7 +19,7 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, whole
-from asyncloader.packing.collate import PackSequences, join, join_fields, token_fields
+from asyncloader.packing.collate import PackSequences, described, join, join_fields, token_fields
 from asyncloader.packing.sampler import rule_of
 from asyncloader.samplers.argument_checks import check_positive
 
@@ -111,45 +111,45 @@ _OTHERS = (
 )
 
 
-class WindowPacker:
-    """Packs the windows of one epoch.
+class Position(NamedTuple):
+    """A place between two rows.
 
-    Args:
-        collate: arranges a row.
-        drop_last: leave out the remainder of the last window.
+    Attributes:
         state: the loader's state before the first window that will be added.
         carried: the remainder of that window, whose rows were delivered; empty: it is packed like the others.
         delivered: rows of the next window that is packed that were delivered.
         options: of the windows when these rows were packed (`options_of`); None: no window was packed.
     """
 
-    def __init__(
-        self,
-        collate: PackSequences,
-        *,
-        drop_last: bool,
-        state: Any,
-        carried: Carried,
-        delivered: int,
-        options: dict[str, Any] | None = None,
-    ) -> None:
+    state: Any
+    carried: Carried
+    delivered: int
+    options: dict[str, Any] | None
+
+
+class WindowPacker:
+    """Packs the windows of one epoch.
+
+    Args:
+        collate: arranges a row.
+        position: where to begin.
+        drop_last: leave out the remainder of the last window.
+    """
+
+    def __init__(self, collate: PackSequences, position: Position, *, drop_last: bool) -> None:
         self._collate = collate
         self._drop_last = drop_last
-        self._position: tuple[Any, Carried] = state, carried
-        self._sought = carried
-        self._skip = delivered
-        # Of the window before: the loader's state before it, and the remainder of it.
-        self._before: Any = None
-        self._carried: Carried = []
-        self._carry: Window | None = None
+        self._position = position
+        self._sought = position.carried
+        # The loader's state before the window before, and the remainder of it: its numbers, and as a window.
+        self._before: tuple[Any, Carried, Window | None] = None, [], None
         # Of the present window; None: no window was packed.
         self._rows: list[Slices] | None = None
         self._joined: Window | None = None
-        self.delivered = delivered
+        self.delivered = position.delivered
         """Rows of the window that were delivered. The caller adds 1 when it returns a row."""
         self.over = False
         """Whether the end of the epoch was added."""
-        self._options = options
         self.asked = False
         """Whether the first row was asked for. The caller sets it."""
 
@@ -159,9 +159,9 @@ class WindowPacker:
         return self.asked and self._rows is None
 
     @property
-    def position(self) -> tuple[Any, Carried, int, dict[str, Any] | None]:
-        """The arguments `state`, `carried`, `delivered` and `options` of a packer that continues with the next row."""
-        return *self._position, self.delivered, self._options
+    def position(self) -> Position:
+        """The position of a packer that continues with the next row."""
+        return self._position._replace(delivered=self.delivered)
 
     def add(self, state: Any, read: list[Window]) -> None:
         """Pack a window that was read at this state of the loader, and remove it from the list. An empty list: the
@@ -174,33 +174,29 @@ class WindowPacker:
                 itself.
             TypeError: the loader's batches are no windows.
         """
-        window = read[0] if read else None
-        options = self._options
+        window, options = read[0] if read else None, self._position.options
         if window is not None:
             _check(window)
-            options = options_of(window)
-            if self._rows is None and self._options is not None:
+            if self._rows is None and options is not None:
                 # Delivered rows are known by their number alone: packed otherwise, sequences would be lost or repeated.
-                _check_options(self._options, options)
+                _check_options(options, options_of(window))
+            options = options_of(window)
         if self._sought:
-            slices = np.array(self._sought, np.int64)
-            lengths = np.zeros(0, np.int64) if window is None else window.lengths
-            if window is None or slices[:, 0].max() >= len(lengths) or (slices[:, 2] > lengths[slices[:, 0]]).any():
-                raise StateError(_OTHERS)
-            found = _take(window, slices)
-            self._before, self._carried, self._carry, self._sought = state, self._sought, found, []
+            found = _find(window, np.array(self._sought, np.int64))
+            self._before, self._sought = (state, self._sought, found), []
             del read[:]
             return
-        joined = _join(self._carry, window)
+        before, carried, carry = self._before
+        joined = _join(carry, window)
         rows, left = self._pack(joined, window is None)
-        carry, numbers = None if window is None else _take(window, left), left.tolist()
-        if self._skip > len(rows):
+        following = state, left.tolist(), None if window is None else _take(window, left)
+        delivered = self.delivered if self._rows is None else 0
+        if delivered > len(rows):
             raise StateError(_OTHERS)
+        position = Position(before if carried else state, carried, delivered, options)
         # No calls from here on: Ctrl-C cannot come between these assignments.
-        self._options, self._joined = options, joined
-        self._position = (self._before if self._carried else state), self._carried
-        self._rows, self.delivered, self._skip = rows, self._skip, 0
-        self._before, self._carried, self._carry = state, numbers, carry
+        self._position, self._before = position, following
+        self._rows, self._joined, self.delivered = rows, joined, delivered
         self.over = window is None
         del read[:]
 
@@ -216,7 +212,8 @@ class WindowPacker:
         if joined is None:
             return [], NOTHING
         slices = whole(joined.lengths, np.arange(len(joined.lengths)))
-        own = 0 if self._carry is None else len(self._carry.lengths)
+        carry = self._before[2]
+        own = 0 if carry is None else len(carry.lengths)
         rows, left = pack(slices, joined.max_tokens, joined.strategy)
         if len(left) and not last and (left[:, 0] >= own).all():
             return rows, left - (own, 0, 0)
@@ -242,21 +239,15 @@ def _check(window: Any) -> None:
 
 
 def _check_options(saved: dict[str, Any], here: dict[str, Any]) -> None:
+    if saved["domain"] or saved["strategy"] not in STRATEGIES:
+        raise StateError("the state is of rows that JoinSequences no longer makes: begin anew without the state")
     for name, before in saved.items():
         if before != here[name]:
-            if name == "domain":
-                raise StateError("the state is of rows by domain, which JoinSequences no longer makes: begin anew")
             given, other = f"{name}={before!r:.100}", f"{name}={here[name]!r:.100}"
             raise StateError(
                 f"the state was saved with {given} of JoinSequences, which now has {other}: rows would be others; use "
                 f"{given}, or begin anew without the state"
             )
-
-
-def _named(window: Window) -> list[str]:
-    """Return the names of a window's fields; with a note, if they have no element for each token."""
-    fields = window.fields.items()
-    return sorted(f"{name}" if isinstance(value, torch.Tensor) else f"{name} (one value)" for name, value in fields)
 
 
 def _join(carry: Window | None, window: Window | None) -> Window | None:
@@ -265,16 +256,30 @@ def _join(carry: Window | None, window: Window | None) -> Window | None:
     if len(present) < 2:
         return present[0] if present else None
     first, second = present
-    if _named(first) != _named(second):
-        raise ValueError(
-            f"all sequences should have the same fields, but some have {_named(second)}, and those before "
-            f"{_named(first)}"
-        )
+    here, before = (described(each.fields, _per_token(each)) for each in (second, first))
+    if here != before:
+        raise ValueError(f"all sequences should have the same fields, but some have {here}, and those before {before}")
     fields = {
         name: join([first.fields[name], value]) if isinstance(value, torch.Tensor) else [*first.fields[name], *value]
         for name, value in second.fields.items()
     }
     return second._replace(fields=fields, lengths=np.concatenate([first.lengths, second.lengths]))
+
+
+def _per_token(window: Window) -> list[str]:
+    return [name for name, value in window.fields.items() if isinstance(value, torch.Tensor)]
+
+
+def _find(window: Window | None, slices: Slices) -> Window:
+    """Return the slices of a window that a saved state names.
+
+    Raises:
+        StateError: the window does not have them.
+    """
+    lengths = np.zeros(0, np.int64) if window is None else window.lengths
+    if window is None or slices[:, 0].max() >= len(lengths) or (slices[:, 2] > lengths[slices[:, 0]]).any():
+        raise StateError(_OTHERS)
+    return _take(window, slices)
 
 
 def _take(window: Window, slices: Slices) -> Window:

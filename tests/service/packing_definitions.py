@@ -54,7 +54,7 @@ def window_shards(folder: str) -> Any:
     """A stream of sequences that are packed where they are read."""
     return asyncloader.RemoteIterableDataset(f"{folder}/", shuffle_buffer=50), {
         "decode": text_of_line,
-        "collate_fn": asyncloader.JoinSequences(128, strategy="best_fit_wrap"),
+        "collate_fn": asyncloader.JoinSequences(128, strategy="wrap"),
     }
 
 

@@ -62,7 +62,7 @@ SAMPLERS: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {
             "lengths": LONG,
             "max_tokens": 17,
             "seed": 2,
-            "strategy": "best_fit_wrap",
+            "strategy": "wrap",
             "domains": [0, 1] * 25,
             "on_too_long": "split",
             "shuffle": False,

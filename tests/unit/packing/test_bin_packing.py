@@ -49,9 +49,7 @@ def test_every_token_once(strategy: Strategy, lengths: list[int], max_tokens: in
 @settings(deadline=None)
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 70))
 def test_where_sequences_are_cut(lengths: list[int], max_tokens: int) -> None:
-    """`wrap` is concatenation, cut at multiples of the row; both wraps fill all rows; the others cut only what is too
-    long, and `best_fit_wrap` cuts at most once for each row.
-    """
+    """`wrap` is concatenation, cut at multiples of the row; `best_fit` cuts only what is too long."""
     total = sum(lengths)
     rows, left = packed(lengths, max_tokens, "wrap")
     assert [(index, at) for index, start, stop in [*chain.from_iterable(rows), *left] for at in range(start, stop)] == [
@@ -59,9 +57,6 @@ def test_where_sequences_are_cut(lengths: list[int], max_tokens: int) -> None:
     ]
     assert [size(row) for row in rows] == [max_tokens] * (total // max_tokens)
     whole = sum(-(-length // max_tokens) for length in lengths)
-    rows, left = packed(lengths, max_tokens, "best_fit_wrap")
-    assert [size(row) for row in rows] == [max_tokens] * (total // max_tokens)
-    assert len(sum(rows, left)) <= whole + len(rows)
     rows, left = packed(lengths, max_tokens, "best_fit")
     assert len(sum(rows, left)) == whole
 
@@ -103,6 +98,5 @@ def test_examples() -> None:
         [[[0, 0, 5], [1, 0, 2]], [[1, 2, 3], [2, 0, 4], [3, 0, 2]]],
         [[4, 0, 6]],
     )
-    assert packed([6, 5, 4], 7, "best_fit_wrap") == ([[[0, 0, 6], [2, 0, 1]], [[1, 0, 5], [2, 1, 3]]], [[2, 3, 4]])
     assert packed([4, 4], 7, "best_fit") == ([[[0, 0, 4]]], [[1, 0, 4]])
     assert packed([20], 7, "best_fit") == ([[[0, 0, 7]], [[0, 7, 14]]], [[0, 14, 20]])

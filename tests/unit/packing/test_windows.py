@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from asyncloader import JoinSequences, PackSequences
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import STRATEGIES
-from asyncloader.packing.windows import Carried, Window, WindowPacker, is_consistent
+from asyncloader.packing.windows import Carried, Position, Window, WindowPacker, is_consistent
+
+BEGINNING = Position(0, [], 0, None)
 
 
 def test_too_long_is_an_error() -> None:
@@ -65,7 +67,7 @@ def test_windows_of_others(change: dict[str, Any]) -> None:
     assert is_consistent(window)
     assert is_consistent(JoinSequences(4)([[]]))
     assert not is_consistent(window._replace(**change))
-    packer = WindowPacker(PackSequences(), drop_last=False, state={}, carried=[], delivered=0)
+    packer = WindowPacker(PackSequences(), BEGINNING, drop_last=False)
     with pytest.raises(ValueError, match="a window contradicts itself"):
         packer.add({}, [window._replace(**change)])
 
@@ -98,9 +100,7 @@ def run(
     options: dict[str, Any] | None = None,
 ) -> list[tuple[Any, dict[str, Any]]]:
     """The rows from a position on, each with the position before it; the loader's state is the number of windows."""
-    packer = WindowPacker(
-        PackSequences(), drop_last=drop_last, state=state, carried=carried or [], delivered=delivered, options=options
-    )
+    packer = WindowPacker(PackSequences(), Position(state, carried or [], delivered, options), drop_last=drop_last)
     rows: list[tuple[Any, dict[str, Any]]] = []
     while True:
         while (row := packer.row()) is not None:
@@ -175,7 +175,7 @@ def test_rows_are_on_the_device_of_their_windows(pad_to: int | None) -> None:
     """With all of their tensors; also those that have parts of two windows."""
     sequences = [{"tokens": torch.zeros(size, device="meta"), "name": str(size)} for size in (20, 9, 8)]
     windows = [JoinSequences(MOST)(sequences[:2]), JoinSequences(MOST)(sequences[2:])]
-    packer = WindowPacker(PackSequences(pad_to=pad_to), drop_last=False, state=0, carried=[], delivered=0)
+    packer = WindowPacker(PackSequences(pad_to=pad_to), BEGINNING, drop_last=False)
     rows: list[dict[str, Any]] = []
     for state in range(3):
         packer.add(state, windows[state : state + 1])
