@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
-from asyncloader.packing.windows import Position, Window, WindowPacker
+from asyncloader.packing.windows import RowPosition, Window, WindowPacker
 from asyncloader.ranks.topology import Topology, topology
 from asyncloader.workers.error_pickle import hide_our_frames
 
@@ -101,7 +101,7 @@ class PackedLoader:
         if self._packer is not None:
             position = self._packer.position
         else:
-            position = Position(self.loader.state_dict(), [], 0, None)
+            position = RowPosition(self.loader.state_dict(), [], 0, None)
             if loaded := self._resumed(position.state):
                 return copy.deepcopy(loaded)
         if not position.state:
@@ -151,7 +151,7 @@ class PackedLoader:
         state = self.loader.state_dict()
         self._taken, self._loaded = self._resumed(state), {}
         loaded = self._taken
-        position = Position(state, loaded.get("carried", []), loaded.get("delivered", 0), loaded.get("packing"))
+        position = RowPosition(state, loaded.get("carried", []), loaded.get("delivered", 0), loaded.get("packing"))
         self._packer = WindowPacker(self._collate, position, drop_last=self.drop_last)
         return self._packer
 

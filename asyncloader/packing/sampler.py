@@ -40,7 +40,7 @@ Row: TypeAlias = tuple[int, ...] | tuple[tuple[int, int, int], ...]
 _ROWS_PER_WINDOW, _LEAST_WINDOW = 100, 1000
 
 
-class _Epoch(NamedTuple):
+class _ShuffledEpoch(NamedTuple):
     """The values that choose an epoch's rows, beside the lengths and the arguments that stay.
 
     Attributes:
@@ -134,7 +134,7 @@ class PackingSampler(EpochSampler[Row]):
         else:
             self.window = check_positive("window", window)
         self._checksum = checksum(self._lengths, self._kept, labels)
-        self._counted: tuple[_Epoch, int] | None = None  # the number of an epoch's rows
+        self._counted: tuple[_ShuffledEpoch, int] | None = None  # the number of an epoch's rows
 
     @property
     def order_arguments(self) -> dict[str, Any]:
@@ -165,16 +165,16 @@ class PackingSampler(EpochSampler[Row]):
             raise ValueError(f"start should be between 0 and {self._count(epoch)}, but got start={start}")
         return Restarting(lambda row: self._from(epoch, row), start)
 
-    def _present(self) -> _Epoch:
-        return _Epoch(self.seed if self.shuffle else None, self.epoch, self.drop_last)
+    def _present(self) -> _ShuffledEpoch:
+        return _ShuffledEpoch(self.seed if self.shuffle else None, self.epoch, self.drop_last)
 
-    def _count(self, epoch: _Epoch) -> int:
+    def _count(self, epoch: _ShuffledEpoch) -> int:
         """Return the number of an epoch's rows. Packs every window, once."""
         if self._counted is None or self._counted[0] != epoch:
             self._counted = epoch, sum(len(rows) for _, rows in self._windows(epoch))
         return self._counted[1]
 
-    def _from(self, epoch: _Epoch, row: int) -> Iterator[Row]:
+    def _from(self, epoch: _ShuffledEpoch, row: int) -> Iterator[Row]:
         for number, rows in self._windows(epoch):
             if row < len(rows):
                 for each in _shuffled(epoch, number, len(rows))[row:]:
@@ -187,7 +187,7 @@ class PackingSampler(EpochSampler[Row]):
             return tuple(zip(indices.tolist(), slices[:, 1].tolist(), slices[:, 2].tolist(), strict=True))
         return tuple(indices.tolist())
 
-    def _windows(self, epoch: _Epoch) -> Iterator[tuple[int, list[Slices]]]:
+    def _windows(self, epoch: _ShuffledEpoch) -> Iterator[tuple[int, list[Slices]]]:
         """Yield the number of each window and its rows, in the order of their domains."""
         total = len(self._lengths)
         order = None if epoch.seed is None else Permutation(total, epoch.seed, epoch.epoch)
@@ -221,7 +221,7 @@ class PackingSampler(EpochSampler[Row]):
         )
 
 
-def _shuffled(epoch: _Epoch, window: int, rows: int) -> list[int]:
+def _shuffled(epoch: _ShuffledEpoch, window: int, rows: int) -> list[int]:
     """Return the order of a window's rows."""
     if epoch.seed is None:
         return list(range(rows))

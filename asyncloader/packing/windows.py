@@ -111,7 +111,7 @@ _OTHERS = (
 )
 
 
-class Position(NamedTuple):
+class RowPosition(NamedTuple):
     """A place between two rows.
 
     Attributes:
@@ -136,7 +136,7 @@ class WindowPacker:
         drop_last: leave out the remainder of the last window.
     """
 
-    def __init__(self, collate: PackSequences, position: Position, *, drop_last: bool) -> None:
+    def __init__(self, collate: PackSequences, position: RowPosition, *, drop_last: bool) -> None:
         self._collate = collate
         self._drop_last = drop_last
         self._position = position
@@ -159,7 +159,7 @@ class WindowPacker:
         return self.asked and self._rows is None
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RowPosition:
         """The position of a packer that continues with the next row."""
         return self._position._replace(delivered=self.delivered)
 
@@ -193,7 +193,7 @@ class WindowPacker:
         delivered = self.delivered if self._rows is None else 0
         if delivered > len(rows):
             raise StateError(_OTHERS)
-        position = Position(before if carried else state, carried, delivered, options)
+        position = RowPosition(before if carried else state, carried, delivered, options)
         # No calls from here on: Ctrl-C cannot come between these assignments.
         self._position, self._before = position, following
         self._rows, self._joined, self.delivered = rows, joined, delivered

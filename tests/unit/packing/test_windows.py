@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from asyncloader import JoinSequences, PackSequences
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import STRATEGIES
-from asyncloader.packing.windows import Carried, Position, Window, WindowPacker, is_consistent
+from asyncloader.packing.windows import Carried, RowPosition, Window, WindowPacker, is_consistent
 
-BEGINNING = Position(0, [], 0, None)
+BEGINNING = RowPosition(0, [], 0, None)
 
 
 def test_too_long_is_an_error() -> None:
@@ -100,7 +100,7 @@ def run(
     options: dict[str, Any] | None = None,
 ) -> list[tuple[Any, dict[str, Any]]]:
     """The rows from a position on, each with the position before it; the loader's state is the number of windows."""
-    packer = WindowPacker(PackSequences(), Position(state, carried or [], delivered, options), drop_last=drop_last)
+    packer = WindowPacker(PackSequences(), RowPosition(state, carried or [], delivered, options), drop_last=drop_last)
     rows: list[tuple[Any, dict[str, Any]]] = []
     while True:
         while (row := packer.row()) is not None:
