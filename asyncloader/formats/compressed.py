@@ -5,9 +5,8 @@ Data path: transport -> chunks -> [compressed] -> reader of the format -> sample
 A call of `feed` stops after decompressing about `STEP` bytes; `pending` is True if the chunk contains more. So a
 decompression bomb takes no more memory than any other shard, and is refused by `max_sample_bytes`.
 
-A kilobyte may expand to a megabyte (gzip) or a hundred (zstd), so data is decompressed in bounded steps: the caller
-limits the bytes of a step, and the rest stays compressed. Members (gzip, RFC 1952) and frames (zstd, RFC 8878) may be
-concatenated.
+A kilobyte may expand to a megabyte (gzip) or a hundred (zstd), so data is decompressed in short slices, and the rest
+stays compressed. Members (gzip, RFC 1952) and frames (zstd, RFC 8878) may be concatenated.
 """
 
 from __future__ import annotations
@@ -26,13 +25,9 @@ from asyncloader.formats.base import Located, ShardReader
 
 Compression: TypeAlias = Literal["gzip", "zstd"]
 
-SLICE = 1 << 14
-"""Compressed bytes passed to a member at once: bytes that a short member does not use are copied for the next member.
-"""
-
-ZSTD_SLICE = 1 << 8
-"""The slice for `zstandard`, whose output cannot be bounded: 4 bytes expand to a block of 128 KiB, so this slice
-expands to 8 MiB.
+GZIP_SLICE, ZSTD_SLICE = 1 << 12, 1 << 8
+"""Compressed bytes that are decompressed at once. They expand to 4 MiB, where a byte of gzip becomes a thousand; and
+to 8 MiB, where 4 bytes of zstd become a block of 128 KiB.
 """
 
 ZSTD_WINDOW_LOG = 27
@@ -140,7 +135,7 @@ class CompressedReader:
         room = STEP
         while room > 0 and not self._decoder.hungry and not self._inner.done:
             try:
-                data = self._decoder.take(room)
+                data = self._decoder.take()
             except Exception as error:  # the type depends on the package
                 # These are zstd's own words.
                 if "requires too much memory" in str(error):
@@ -168,26 +163,18 @@ class MemberDecoder:
 
     def __init__(self, compression: Compression) -> None:
         self._gzip = compression == "gzip"
-        module: Any = zlib if self._gzip else _zstd()
-        self._bounded = module.__name__ != "zstandard"
-        if not self._bounded:
-            self._begin = module.ZstdDecompressor(max_window_size=1 << ZSTD_WINDOW_LOG).decompressobj
-        elif self._gzip:
-            # 31: with a gzip header and trailer, of which zlib checks the CRC-32 and the length.
-            self._begin = partial(module.decompressobj, 31)
-        else:
-            options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
-            self._begin = partial(module.ZstdDecompressor, None, options)
+        # 31: with a gzip header and trailer, of which zlib checks the CRC-32 and the length.
+        self._begin = partial(zlib.decompressobj, 31) if self._gzip else _zstd_frames()
+        self._slice = GZIP_SLICE if self._gzip else ZSTD_SLICE
         self._member: Any = None
         self._input = b""
         self._pos = 0
         self._members = 0
-        self._more = False  # the member has kept input or output
 
     @property
     def hungry(self) -> bool:
         """Whether all output of the bytes given so far was returned."""
-        return self._pos >= len(self._input) and not self._more
+        return self._pos >= len(self._input)
 
     @property
     def complete(self) -> bool:
@@ -196,11 +183,10 @@ class MemberDecoder:
 
     def give(self, data: bytes) -> None:
         """Take compressed bytes."""
-        self._input = self._input[self._pos :] + data if self._pos < len(self._input) else data
-        self._pos = 0
+        self._input, self._pos = self._input[self._pos :] + data, 0
 
-    def take(self, room: int) -> bytes:
-        """Decompress at most `room` bytes (`zstandard`: approximately); may return none although not `hungry`.
+    def take(self) -> bytes:
+        """Decompress some bytes, 8 MiB at most; may return none although not `hungry`.
 
         Raises:
             Exception: the bytes are damaged, or not of this compression; the type depends on the package.
@@ -208,34 +194,20 @@ class MemberDecoder:
         if self._member is None:
             # No member begins with a zero byte: it is padding, as on tapes.
             if self._gzip and self._members and self._input[self._pos] == 0:
-                self._pos += len(self._input) - self._pos - len(self._input[self._pos :].lstrip(b"\0"))
+                self._input, self._pos = self._input[self._pos :].lstrip(b"\0"), 0
                 return b""
             self._member = self._begin()
-        member = self._member
-        out: bytes
-        if self._bounded:
-            data = b"" if self._more else self._slice(SLICE)
-            out = member.decompress(member.unconsumed_tail + data if self._gzip else data, room)
-            # If the output is full, zlib may hold more of it, even though it has taken all input.
-            more = len(out) >= room or bool(member.unconsumed_tail) if self._gzip else not member.needs_input
-            self._more = more and not member.eof
-        else:
-            parts: list[bytes] = []
-            while self._pos < len(self._input) and room > 0 and not member.eof:
-                parts.append(member.decompress(self._slice(ZSTD_SLICE)))
-                room -= len(parts[-1])
-            out = b"".join(parts)
+        member, found = self._member, b""
+        while not found and not self.hungry and not member.eof:
+            data = self._input[self._pos : self._pos + self._slice]
+            self._pos += len(data)
+            found = member.decompress(data)
         if member.eof:
             # Back to the first byte of the next member: the last slice may have contained its beginning.
             self._pos -= len(member.unused_data)
             self._member = None
             self._members += 1
-        return out
-
-    def _slice(self, size: int) -> bytes:
-        data = self._input[self._pos : self._pos + size]
-        self._pos += len(data)
-        return data
+        return found
 
 
 decoder = MemberDecoder
@@ -251,6 +223,20 @@ def _zstd() -> Any:
         with suppress(ImportError):
             return importlib.import_module(name)
     raise ImportError("shards with zstd need a package for it: pip install 'asyncloader[shards]'")
+
+
+def _zstd_frames() -> Callable[[], Any]:
+    """Return the function that makes the decompressor of a frame.
+
+    Raises:
+        ImportError: no package for zstd is installed.
+    """
+    module = _zstd()
+    if module.__name__ == "zstandard":
+        begin: Callable[[], Any] = module.ZstdDecompressor(max_window_size=1 << ZSTD_WINDOW_LOG).decompressobj
+        return begin
+    options = {module.DecompressionParameter.window_log_max: ZSTD_WINDOW_LOG}
+    return partial(module.ZstdDecompressor, None, options)
 
 
 def compressor(compression: Compression) -> Callable[[Sequence[Buffer]], list[Buffer]]:

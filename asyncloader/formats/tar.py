@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from struct import Struct
+from tarfile import PAX_FORMAT, TarInfo
 from typing import Any, TypeVar
 from zlib import adler32
 
@@ -39,8 +40,8 @@ _HALF = BLOCK // 2
 _OWNER = b"0000644\0" + 2 * b"0000000\0"
 _TIME = b"00000000000\0"
 _REST = (b"ustar\00000" + bytes(64) + 2 * b"0000000\0").ljust(BLOCK - 257, b"\0")
-# Of the header's bytes but for name, size and type; the checksum's own eight count as blanks.
-_SUM = sum(_OWNER) + sum(_TIME) + 8 * 32 + sum(_REST)
+# Of the header's bytes but for name and size; the checksum's own eight count as blanks, and the type is a 0.
+_SUM = sum(_OWNER) + sum(_TIME) + 8 * 32 + ord("0") + sum(_REST)
 
 
 class TarReader(PushReader):
@@ -378,26 +379,14 @@ def header(name: str, size: int) -> bytes:
     except UnicodeEncodeError as error:
         raise BadSample(f"its key, or a field's name, is a text that UTF-8 cannot hold: {error}") from None
     if len(encoded) <= 100 and size < LARGEST:
-        return block(encoded, size, b"0")
-    records = record(b"path", encoded) if len(encoded) > 100 else b""
-    if size >= LARGEST:
-        records += record(b"size", b"%d" % size)
-    padding = bytes(-len(records) % BLOCK)
-    short = block(encoded[:100], min(size, LARGEST - 1), b"0")
-    return block(b"././@PaxHeader", len(records), b"x") + records + padding + short
+        return block(encoded, size)
+    info = TarInfo(name)
+    info.size = size
+    return info.tobuf(PAX_FORMAT, "utf-8", "surrogateescape")
 
 
-def record(key: bytes, value: bytes) -> bytes:
-    """Return a record of a pax header, which begins with its own length."""
-    rest = b" " + key + b"=" + value + b"\n"
-    length = len(rest)
-    while len(b"%d" % length) + len(rest) != length:
-        length = len(b"%d" % length) + len(rest)
-    return b"%d" % length + rest
-
-
-def block(name: bytes, size: int, kind: bytes) -> bytes:
-    """Return one header block."""
+def block(name: bytes, size: int) -> bytes:
+    """Return the header block of a plain file, in a tenth of the time of `TarInfo.tobuf`."""
     digits = b"%011o" % size
-    total = _SUM + sum(name) + sum(digits) + kind[0]
-    return b"".join((name.ljust(100, b"\0"), _OWNER, digits, b"\0", _TIME, b"%06o\0 " % total, kind, bytes(100), _REST))
+    total = _SUM + sum(name) + sum(digits)
+    return b"".join((name.ljust(100, b"\0"), _OWNER, digits, b"\0", _TIME, b"%06o\0 0" % total, bytes(100), _REST))

@@ -78,29 +78,20 @@ def _entry(entry: memoryview) -> tuple[str, Feature]:
                 if number != kind:
                     kind, lists = number, []
                 lists.append(value)
-    if kind == 2:
-        return name, _join([part for each in lists for part in _floats(each)], np.dtype(np.float32))
+    number_wire = FIXED32 if kind == 2 else VARINT
+    values = [
+        value
+        for each in lists
+        for number, wire, value in fields(each)
+        if number == 1 and (wire == BYTES or (wire == number_wire and kind > 1))
+    ]
+    if kind < 2:
+        return name, [bytes(value) for value in values]
     if kind == 3:
-        return name, _join([part for each in lists for part in _integers(each)], np.dtype(np.int64))
-    return name, [bytes(item) for each in lists for number, wire, item in fields(each) if (number, wire) == (1, BYTES)]
-
-
-def _join(parts: list[npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
-
-
-def _floats(message: memoryview) -> Iterator[npt.NDArray[Any]]:
-    for number, wire, value in fields(message):
-        if number == 1 and wire in (BYTES, FIXED32):
-            if len(value) % 4:
-                raise ValueError(f"{len(value)} bytes of packed floats; a float has 4")
-            yield np.frombuffer(value, "<f4")
-
-
-def _integers(message: memoryview) -> Iterator[npt.NDArray[Any]]:
-    for number, wire, value in fields(message):
-        if number == 1 and wire in (BYTES, VARINT):
-            yield varints(value)
+        return name, np.concatenate([np.empty(0, np.int64), *map(varints, values)])
+    if any(len(value) % 4 for value in values):
+        raise ValueError("packed floats whose bytes are no multiple of 4")
+    return name, np.frombuffer(b"".join(values), "<f4").astype(np.float32)
 
 
 def varints(data: memoryview) -> npt.NDArray[np.int64]:

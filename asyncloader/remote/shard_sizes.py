@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from asyncloader.base.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError
-from asyncloader.formats.compressed import STEP, Compression, decoder
+from asyncloader.formats.compressed import Compression, decoder
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.shard_splitting import CatalogRange, Stretch, can_cut, sample_numbers
 from asyncloader.remote.stores import Stores
@@ -188,14 +188,14 @@ async def decompress(
         decoding.give(chunk)
         try:
             while not decoding.hungry and len(found) <= most:
-                found.extend(decoding.take(min(STEP, most + 1 - len(found))))
+                found.extend(decoding.take())
         except Exception as error:  # the type depends on the package
             raise ShardError(f"the compressed data is damaged: {error}", url=url) from error
 
     async with aclosing(stream) as chunks:
         async for chunk in chunks:
             await in_thread(partial(take, chunk))
-            if len(found) >= most and not whole:  # a decoder may return more bytes than requested
+            if len(found) >= most and not whole:
                 break
             if len(found) > most:
                 raise ShardError(

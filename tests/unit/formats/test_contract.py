@@ -5,9 +5,6 @@ from __future__ import annotations
 import gzip
 import pickle
 import tarfile
-from collections.abc import Callable
-from contextlib import suppress
-from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import example, given, settings
@@ -137,18 +134,6 @@ def test_any_buffer_can_be_fed(url: str) -> None:
 def test_base_name(url: str, name: str) -> None:
     """Only a URL has a query; a path may contain question marks."""
     assert base_name(url) == name
-
-
-@given(st.sampled_from(["http://", "s3://", "x+y://", "1a://"]), st.text("ab/:?#.% \t\xa0@;=é[]"))
-def test_base_names_of_odd_urls(scheme: str, rest: str) -> None:
-    """The name is that of the path found by the standard library, also where a shorter way is taken."""
-
-    def found(find: Callable[[str], str]) -> str | None:
-        with suppress(ValueError):
-            return find(scheme + rest)
-        return None
-
-    assert found(base_name) == found(lambda url: urlsplit(url).path.rstrip("/").rpartition("/")[2])
 
 
 class FixedRecords:
