@@ -36,7 +36,7 @@ from asyncloader.base.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.base.shielding import shielded
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import make_pool, open_assignment, quarantine, start_method, worker_setup
+from asyncloader.epoch.plan import make_pool, open_assignment, start_method, worker_setup
 from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
@@ -134,7 +134,6 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._torch_iter,
             self._statistics,
             self._progress,
-            quarantine(self._config, self._torch_iter),
             transfer,
             begun=begun,
         )
@@ -408,7 +407,7 @@ def _abandon(
     pipeline: Pipeline | None, consumer: Consumer, queue: ReadyQueue, pool_cache: PoolCache, pool: WorkerPool | None
 ) -> None:
     """End the parts of an iterator that was dropped. Does not wait."""
-    consumer.close_soon()
+    consumer.close(wait=False)
     pool, _ = _release(pipeline, queue, pool_cache, pool)
     if pool is not None:
         pool.stop_soon()

@@ -31,8 +31,8 @@ from asyncloader.base.shielding import shielded
 from asyncloader.delivery.opener import Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import make_scheduler
-from asyncloader.epoch.quarantine import Quarantine, SkippedSampleLog
+from asyncloader.epoch.plan import make_scheduler, replicas_of
+from asyncloader.epoch.quarantine import SkippedSampleLog, settle
 from asyncloader.epoch.respawn import WorkerRespawner
 from asyncloader.epoch.run_reading import tell_verdict
 from asyncloader.epoch.sampler_reading import (
@@ -48,6 +48,7 @@ from asyncloader.epoch.sampler_reading import (
     SamplerReading,
 )
 from asyncloader.epoch.torch_iterator import TorchIterator
+from asyncloader.errors import TaskQuarantined
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.ranks.topology import without_batch
@@ -72,7 +73,6 @@ class Consumer(SamplerReading):
         torch_iter: torch's iterator base, which has drawn this iterator's random numbers.
         statistics: the loader's counters.
         progress: tracks the iterator's position.
-        quarantine: resolves tasks that kill their workers.
         transfer: copies batches to the device where they are delivered; None for the CPU.
         begun: when the iterator began, from `Statistics.begin`.
     """
@@ -83,12 +83,11 @@ class Consumer(SamplerReading):
         torch_iter: TorchIterator,
         statistics: Statistics,
         progress: Progress,
-        quarantine: Quarantine,
         transfer: DeviceTransfer | None = None,
         *,
         begun: float,
     ) -> None:
-        self._statistics, self._config, self._quarantine = statistics, config, quarantine
+        self._statistics, self._config = statistics, config
         statistics.tell = partial(tell_verdict, weakref.ref(config))
         self._notices: deque[Notice | CopyBegun] = deque()
         self._progress = progress
@@ -99,6 +98,7 @@ class Consumer(SamplerReading):
         self._run = statistics.epochs  # number of the iterator, in traces
         self._workers = statistics.num_workers = config.num_workers
         self._source = config.source
+        self._replicas = replicas_of(config, torch_iter)
         # Weak: in the sync loader `torch_iter` is the iterator itself, which must die when it is dropped.
         self._torch_iter = weakref.ref(torch_iter)
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
@@ -175,24 +175,16 @@ class Consumer(SamplerReading):
             # In a thread, because the stage ends only when its current copy has.
             await shielded(in_thread(self._stage.close))
 
-    def close(self) -> None:
-        """End the stages, once their current batch is finished."""
-        if self._stage is not None:
-            # The stage first: it passes its last batch on to the agreement.
-            self._stage.close()
-        if self._agreeing is not None:
-            self._agreeing.close()
-        elif self._agreement is not None:
+    def close(self, *, wait: bool = True) -> None:
+        """End the stages, once their current batch is finished. Without waiting, as for finalizers, an item may still
+        be forwarded afterwards.
+        """
+        # The device's stage first: it passes its last batch on to the agreement.
+        for stage in (self._stage, self._agreeing):
+            if stage is not None:
+                stage.close() if wait else stage.close_soon()
+        if self._agreeing is None and self._agreement is not None:
             self._agreement.give_up()  # made, but never iterated
-
-    def close_soon(self) -> None:
-        """`close` for finalizers: does not wait, so an item may still be forwarded afterwards."""
-        if self._stage is not None:
-            self._stage.close_soon()
-        if self._agreeing is not None:
-            self._agreeing.close_soon()
-        elif self._agreement is not None:
-            self._agreement.give_up()
 
     # ---------------------------------------------------------------------------------------- per batch
 
@@ -321,8 +313,8 @@ class Consumer(SamplerReading):
         delivery.reached = DONE
 
     def _without_answer(self, delivery: Delivery, item: Deliver, outcome: Any, waited: float | None) -> None:
-        """Resolve an outcome without a worker's batch: to a substitute, `NO_BATCH` or an error. `waited` is None if it
-        was counted already.
+        """Resolve an outcome without a worker's batch: to `NO_BATCH` or an error. `waited` is None if it was counted
+        already.
         """
         if (trace := self._statistics.trace) is not None:
             trace.event("no batch", outcome=type(outcome).__name__, iterator=self._run, batch=item.seq)
@@ -336,33 +328,27 @@ class Consumer(SamplerReading):
             # Moved: raised, it refers to frames that refer to the outcome.
             delivery.error, outcome.error = outcome.error, None
             return
+        cursor = None
         if isinstance(outcome, AllDropped):
-            batch, records = None, outcome.records
+            records, cursor = outcome.records, outcome.cursor
         else:
             assert isinstance(outcome, Poisoned)
+            config = self._config
             try:
-                batch, records = self._quarantine.settle(outcome)
-                if batch is not None and self._transfer is not None:
-                    batch = self._transfer.take(self._transfer.start(batch, locked=False))
-                elif batch is not None and self._pins:
-                    batch = torch_pin(self._pin_device)(batch)
-            except Exception as error:
+                records = settle(outcome, config.on_error, batched=config.auto_collation, replicas=self._replicas)
+            except TaskQuarantined as error:
                 delivery.error = error
                 return
-        failed = batch is None and self._config.even_ranks > 1
-        if failed and isinstance(outcome, AllDropped):
+        uneven = self._config.even_ranks > 1
+        if uneven and isinstance(outcome, AllDropped):
             self._failed(item)
-        elif batch is None:
-            self._progress.delivered(item.seq, item.copy, outcome.cursor if isinstance(outcome, AllDropped) else None)
+        else:
+            self._progress.delivered(item.seq, item.copy, cursor)
         if waited is not None:
             self._skipped.add(records)
-        if failed:
+        if uneven:
             delivery.error = without_batch(self._config.even_ranks)
             return
-        if batch is not None:
-            delivery.batch = batch
-            # Only now: if the records are too many, `add` has raised, and a resumed run must make this batch again.
-            self._progress.delivered(item.seq, item.copy)
         delivery.reached = DONE
 
     def drain_notices(self) -> None:

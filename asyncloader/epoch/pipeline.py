@@ -38,7 +38,7 @@ from asyncloader.base.events import (
 )
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.epoch.respawn import Request, WorkerRespawner
-from asyncloader.epoch.resume_points import ResumePoints, StreamResumePoints
+from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.timeout_report import report
 from asyncloader.errors import WorkerDied, ending, is_tried_again
@@ -74,7 +74,7 @@ class Pipeline(Listener):
         stateful: whether the dataset has a state of its own.
         assigner: assigns shards to the workers; None if the dataset has no shards to assign.
         adapts: whether credits follow how many batches the rings have room for.
-        statistics: the loader's counters; default: counters that are never read.
+        statistics: the loader's counters.
     """
 
     def __init__(
@@ -82,22 +82,22 @@ class Pipeline(Listener):
         pool: WorkerPool,
         scheduler: Scheduler,
         sink: Callable[[Action], None],
-        source: AsyncIterable[Any] | None = None,
-        ends: dict[int, PackedCursor | None] | None = None,
+        source: AsyncIterable[Any] | None,
+        ends: dict[int, PackedCursor | None],
         *,
         respawner: WorkerRespawner,
-        loss: str = "",
-        replays: bool = False,
-        stateful: bool = False,
-        assigner: ShardAssigner | None = None,
-        adapts: bool = False,
-        statistics: Statistics | None = None,
+        loss: str,
+        replays: bool,
+        stateful: bool,
+        assigner: ShardAssigner | None,
+        adapts: bool,
+        statistics: Statistics,
     ) -> None:
-        # A plain dictionary, without a reference to a sampler or dataset: those may refer to the loader and so to the
+        # Plain values, without a reference to a sampler or dataset: those may refer to the loader and so to the
         # iterator, which the loop must not keep alive.
-        self._ends = {} if ends is None else ends
+        self._ends = ends
         self._adapts = adapts
-        self._statistics = Statistics() if statistics is None else statistics
+        self._statistics = statistics
         self._at_nodes = pool.start_method == "service"
         self._run, self._pool = self._statistics.epochs, pool  # the iterator's number is for traces
         self._scheduler, self._sink, self._source = scheduler, sink, source
@@ -138,7 +138,7 @@ class Pipeline(Listener):
         loop = asyncio.get_running_loop()
         self._respawner.attach(self._on_made)
         self._starts = list(starts)
-        self._resume_points = (StreamResumePoints if starts[0].streams else ResumePoints)(
+        self._resume_points = ResumePoints(
             starts,
             iterable=self._scheduler.iterable,
             replays=self._replays,

@@ -16,7 +16,6 @@ import torch
 from torch.utils.data import IterDataPipe, MapDataPipe, default_collate, default_convert
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _sharding_worker_init_fn
 
-from asyncloader.epoch.quarantine import Quarantine
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.epoch.stream_scheduler import StreamScheduler, StreamTurns
 from asyncloader.options.epoch_config import EpochConfig
@@ -107,11 +106,11 @@ def worker_setup(
     )
 
 
-def quarantine(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> Quarantine:
-    """The handler for tasks that kill their workers."""
-    setup = _seeded_setup(config, torch_iter)
-    replicas = 1 if setup is None else setup.replicas
-    return Quarantine(config.on_error, config.collate_fn, batched=config.auto_collation, replicas=replicas)
+def replicas_of(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> int:
+    """Distance between the positions of neighbouring samples of a batch."""
+    share = getattr(torch_iter._index_sampler, "share", None)
+    # Where the ranks share batches rather than samples, the samples of a batch are neighbours.
+    return 1 if config.seed is None or share is None or share.of_batches else int(share.replicas)
 
 
 def _policy(config: EpochConfig) -> ErrorPolicy | None:
@@ -126,11 +125,9 @@ def _policy(config: EpochConfig) -> ErrorPolicy | None:
 def _seeded_setup(config: EpochConfig, torch_iter: _BaseDataLoaderIter) -> SeededSetup | None:
     if config.seed is None:
         return None
-    share = getattr(torch_iter._index_sampler, "share", None)
     return SeededSetup(
         seed=config.seed,
-        # Where the ranks share batches rather than samples, the samples of a batch are neighbours.
-        replicas=1 if share is None or share.of_batches else share.replicas,
+        replicas=replicas_of(config, torch_iter),
         first_stream=config.topology.rank * (config.loader_streams or max(1, config.num_workers)),
         # torch's own functions draw no random numbers.
         seed_collate=config.collate_fn not in (default_collate, default_convert),

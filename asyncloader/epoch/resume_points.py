@@ -9,14 +9,14 @@ worker's last *answer*. (A saved state resumes behind the last *delivery*; see `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
 from asyncloader.workers.fetch.setup import EpochStart, by_stream, for_worker
 
 
 class ResumePoints:
-    """The workers' resume points in one epoch.
+    """The workers' resume points in one epoch. A copy of the dataset is a worker's, or a stream's, of which each worker
+    serves some; `failed` and `answered` take the number of a copy, the others that of a worker.
 
     Args:
         starts: where each worker began the epoch.
@@ -35,7 +35,9 @@ class ResumePoints:
         stateful: bool = False,
         assigns: bool = False,
     ) -> None:
-        self._starts = list(starts)
+        self._workers = len(starts)
+        self._streams = bool(starts[0].streams)
+        starts = self._starts = by_stream(starts) if self._streams else list(starts)
         self._iterable = iterable
         self._replays = replays
         self._stateful = stateful
@@ -63,34 +65,37 @@ class ResumePoints:
         return found
 
     def _copies(self, worker: int) -> Sequence[int]:
-        return (worker,)
+        return range(worker, len(self._starts), self._workers)
 
-    def failed(self, worker: int) -> None:
-        """Record that a worker's batch raised: that is its answer, as a batch would be."""
-        self._answered[worker] += not self._assigns
-        self._errors[worker] += self._assigns
+    def failed(self, copy: int) -> None:
+        """Record that a batch of a copy raised: that is its answer, as a batch would be."""
+        self._answered[copy] += not self._assigns
+        self._errors[copy] += self._assigns
 
-    def answered(self, worker: int, cursor: PackedCursor | None) -> None:
-        """Record that a worker made a batch, and its cursor if it took one."""
-        self._answered[worker] += 1
+    def answered(self, copy: int, cursor: PackedCursor | None) -> None:
+        """Record that a copy gave a batch, and its cursor if the worker took one."""
+        self._answered[copy] += 1
         # Errors before a batch lie before the cursor that came with it, or will be read past with it.
-        self._errors[worker] = 0
-        self._made[worker] = True
+        self._errors[copy] = 0
+        self._made[copy] = True
         if cursor is not None:
-            self._cursors[worker] = cursor
+            self._cursors[copy] = cursor
 
-    def _cursor(self, worker: int) -> Cursor | None:
-        cursor = self._cursors[worker]
-        return self._starts[worker].cursor if cursor is None else cursor.value
+    def _cursor(self, copy: int) -> Cursor | None:
+        cursor = self._cursors[copy]
+        return self._starts[copy].cursor if cursor is None else cursor.value
 
     def obstacle(self, worker: int) -> str:
-        """Why a replacement cannot resume where the worker was; empty if it can."""
-        if not self._iterable or self._replays or not self._answered[worker]:
+        """Why a replacement cannot resume one of the worker's copies where it was; empty if it can."""
+        return next(filter(None, map(self._obstacle, self._copies(worker))), "")
+
+    def _obstacle(self, copy: int) -> str:
+        if not self._iterable or self._replays or not self._answered[copy]:
             return ""
-        cursor = self._cursor(worker)
+        cursor = self._cursor(copy)
         if cursor is not None and not cursor.problem:
             return ""
-        if cursor is None and self._stateful and not self._made[worker]:
+        if cursor is None and self._stateful and not self._made[copy]:
             return ""  # a state comes with the first batch: so far only errors came, and they are met again
         problem = "it has no state_dict and load_state_dict" if cursor is None else f"its state_dict() {cursor.problem}"
         return (
@@ -101,8 +106,12 @@ class ResumePoints:
 
     def start(self, worker: int) -> EpochStart:
         """Where a replacement begins. Only valid without an `obstacle`."""
-        began = self._starts[worker]
-        cursor = self._cursor(worker)
+        starts = [self._start(copy) for copy in self._copies(worker)]
+        return for_worker(starts) if self._streams else starts[0]
+
+    def _start(self, copy: int) -> EpochStart:
+        began = self._starts[copy]
+        cursor = self._cursor(copy)
         # `obstacle` lets this pass for a map dataset, for a stream that may be read again, and before the first answer.
         if cursor is not None and cursor.problem:
             cursor = None
@@ -112,26 +121,5 @@ class ResumePoints:
         saved = 0 if cursor is None else cursor.batches
         # In batches since the beginning of the stream: those that the predecessor had passed, less those that the
         # cursor has.
-        skip = before + began.skip + self._answered[worker] - saved
-        return began._replace(cursor=cursor, skip=skip, errors=self._errors[worker])
-
-
-class StreamResumePoints(ResumePoints):
-    """The resume points of a dataset's streams, of which each worker serves some. `failed` and `answered` take the
-    number of a stream; the others take that of a worker. Arguments as for `ResumePoints`.
-    """
-
-    def __init__(self, starts: Sequence[EpochStart], **options: Any) -> None:
-        self._workers = len(starts)
-        super().__init__(by_stream(starts), **options)
-
-    def obstacle(self, worker: int) -> str:
-        """Why a replacement cannot resume one of the worker's streams where it was; empty if it can resume all."""
-        return next(filter(None, map(super().obstacle, self._copies(worker))), "")
-
-    def start(self, worker: int) -> EpochStart:
-        """Where a replacement begins. Only valid without an `obstacle`."""
-        return for_worker([super(StreamResumePoints, self).start(stream) for stream in self._copies(worker)])
-
-    def _copies(self, worker: int) -> Sequence[int]:
-        return range(worker, len(self._starts), self._workers)
+        skip = before + began.skip + self._answered[copy] - saved
+        return began._replace(cursor=cursor, skip=skip, errors=self._errors[copy])

@@ -16,8 +16,8 @@ rules:
   worker may make any batch. Workers may then run ahead: up to `reorder_window` batches that are ready, but held back
   by an earlier batch, do not count as outstanding. A slow batch therefore stalls only the worker that makes it, while a
   slow consumer still stops all workers.
-* Iterable datasets have no sampler: the scheduler offers itself one task per credit, and one more when a worker's
-  copy of the dataset ends (the tasks that this worker still had are void); else see `stream_scheduler.py`.
+* Iterable datasets have no sampler: the scheduler offers itself one task per credit of the workers that still have
+  data. When a worker's copy of the dataset ends, the tasks that it still had are void. See also `stream_scheduler.py`.
 * Tasks are idempotent. A worker that dies is replaced up to `max_restarts` times, and its unanswered tasks are assigned
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
@@ -50,43 +50,6 @@ from asyncloader.epoch.store_failures import StoreFailures
 from asyncloader.errors import shortened
 
 Assignment = Literal["round_robin", "least_loaded"]
-
-
-class _StreamTasks:
-    """The tasks of an iterable dataset: a new one for each that was delivered, more where credits were raised, none for
-    a while where they were lowered.
-
-    Args:
-        credits: outstanding tasks per worker at the beginning.
-    """
-
-    __slots__ = ("_credits", "_surplus")
-
-    def __init__(self, credits: int) -> None:
-        self._credits = credits
-        self._surplus = 0  # tasks that are too many; negative: too few
-
-    def begin(self, credits: int) -> None:
-        """The first tasks are offered: so many for each worker."""
-        self._credits = credits
-
-    def due(self, credits: int, active: int, outstanding: int) -> int:
-        """The number of tasks to offer for one that was delivered.
-
-        Args:
-            credits: outstanding tasks per worker now.
-            active: workers that still have data.
-            outstanding: tasks, without the one that was delivered.
-        """
-        if credits != self._credits:
-            self._surplus += (self._credits - credits) * active
-            self._credits = credits
-        # Workers whose data has ended took tasks along: then there are fewer already.
-        if self._surplus > 0 and outstanding >= credits * active:
-            self._surplus -= 1
-            return 0
-        more, self._surplus = -min(0, self._surplus), max(0, self._surplus)
-        return 1 + more
 
 
 class Scheduler(StoreFailures):
@@ -143,7 +106,6 @@ class Scheduler(StoreFailures):
         self._unanswered_tasks: dict[int, Task] = {}
         self._reorder: ReorderBuffer[Deliver] = ReorderBuffer()
         self._send_seq = 0
-        self._stream_tasks = _StreamTasks(credits)
         self._recovery = Reassignment(
             workers,
             max_restarts,
@@ -214,11 +176,12 @@ class Scheduler(StoreFailures):
         """The epoch begins; every worker can take tasks."""
         if self.over:
             return []
-        count = self.credits * self.workers
-        if not self.iterable:
-            return self._pull(count)
-        self._stream_tasks.begin(self.credits)
-        return [action for _ in range(count) for action in self.offered(None)]
+        return self._next_of_streams() if self.iterable else self._pull(self.credits * self.workers)
+
+    def _next_of_streams(self) -> list[Action]:
+        """Offer the tasks for which the workers that still have data have credits."""
+        due = self.credits * sum(self._active) - len(self._owner)
+        return [action for _ in range(due) for action in self.offered(None)]
 
     def offered(self, index: Any) -> list[Action]:
         """The sampler gave the index of one batch.
@@ -267,14 +230,11 @@ class Scheduler(StoreFailures):
         if self.assignment == "least_loaded":
             worker = self._least_unanswered()
         else:
-            # torch's rule: with ``in_order=False`` the share of the workers whose streams have ended falls to the
-            # others.
-            share = 0 if self.in_order else self.credits * self.workers // max(1, sum(self._active))
             for _ in range(self.workers):
                 turn = self._next_worker
                 # Also past a worker that gets nothing: torch's turn goes on as well.
                 self._next_worker = (turn + 1) % self.workers
-                if self._active[turn] and (self.in_order or self._load[turn] < share):
+                if self._active[turn] and (self.in_order or self._load[turn] < self.credits):
                     worker = turn
                     break
         if worker is not None or self.iterable:
@@ -339,8 +299,7 @@ class Scheduler(StoreFailures):
             raise ValueError(f"task {seq} was delivered twice, or before it was answered")
         self._load[worker] -= 1
         if self.iterable:
-            due = self._stream_tasks.due(self.credits, sum(self._active), len(self._owner))
-            return [action for _ in range(due) for action in self.offered(None)] + self._finish_if_done()
+            return self._next_of_streams() + self._finish_if_done()
         if self._offers_ended:
             return self._finish_if_done()
         if self.assignment == "least_loaded":
@@ -458,8 +417,7 @@ class Scheduler(StoreFailures):
                 actions += self._reorder.skip(seq)
         if self._failed:
             actions += self._after_failure(worker)
-        # A single task, however many were void: torch's iterator, too, sends a single task here.
-        return actions + self.offered(None) + self._finish_if_done()
+        return actions + self._next_of_streams() + self._finish_if_done()
 
     def _finish_if_done(self) -> list[Action]:
         no_more = not any(self._active) if self.iterable else self._offers_ended

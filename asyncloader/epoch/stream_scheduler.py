@@ -169,4 +169,4 @@ class StreamScheduler(Scheduler):
             actions += self._reorder.skip(task)
         if self._failed:
             actions += self._after_failure(worker)
-        return actions + self.offered(None) + self._finish_if_done()
+        return actions + self._next_of_streams() + self._finish_if_done()

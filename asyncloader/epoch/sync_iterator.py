@@ -28,7 +28,7 @@ from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
 from asyncloader.epoch.pipeline import Pipeline
-from asyncloader.epoch.plan import check_workers, make_pool, open_assignment, quarantine, worker_setup
+from asyncloader.epoch.plan import check_workers, make_pool, open_assignment, worker_setup
 from asyncloader.epoch.ready_queue import BlockingQueue
 from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
@@ -181,7 +181,6 @@ class WorkerIterator(CountedNext):
             self,
             self._statistics,
             self._progress,
-            quarantine(self._config, self),
             transfer_of(loader),
             begun=self._begun,
         )

@@ -14,7 +14,6 @@ from asyncloader import (
     DataLoader,
     LoaderError,
     Recovery,
-    SkippedSample,
     TaskQuarantined,
     TooManySkippedSamples,
     WorkerDied,
@@ -81,39 +80,14 @@ def test_skip_leaves_out_the_batch(kind: str, tmp_path: Path) -> None:
     assert stats["data/worker_restarts"] in (5, 6)  # after the last death no task may be left
 
 
-def substitute(index: int, error: Exception) -> Any:
-    assert isinstance(error, TaskQuarantined)
-    return {"index": -index}
-
-
-@pytest.mark.thorough
-def test_function_makes_substitutes(tmp_path: Path) -> None:
-    """A function is called for each sample of the batch, in the thread that iterates."""
-    dataset = AsyncFaulty(8, poison(tmp_path, {5: "exit"}))
-    got, errors, _ = run("sync", dataset, batch_size=2, num_workers=1, seed=1, on_error=substitute)
-    assert indices(got) == [[0, 1], [2, 3], [-4, -5], [6, 7]]
-    assert [type(bad) for bad in errors] == [SkippedSample, SkippedSample]
-    assert [bad.action for bad in errors] == ["replaced", "replaced"]
-
-
-def refuse_to_pin(batch: Any) -> Any:
-    raise MemoryError("no memory that could be pinned")
-
-
-@pytest.mark.parametrize("cause", ["too many", "not pinned"])
-def test_substitutes_that_do_not_arrive_are_not_in_the_position(
-    cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If the user gets an error in place of the substitutes, a run that resumes there makes this batch again."""
+def test_records_that_are_too_many_end_the_epoch(tmp_path: Path) -> None:
+    """A run that resumes there makes the batch of the task again."""
     dataset = Faulty(8, poison(tmp_path, {5: "exit"}))
-    recovery = Recovery(max_skipped_samples=1 if cause == "too many" else None)
-    loader = DataLoader[Any](dataset, batch_size=2, num_workers=1, seed=1, on_error=substitute, recovery=recovery)
+    recovery = Recovery(max_skipped_samples=1)
+    loader = DataLoader[Any](dataset, batch_size=2, num_workers=1, seed=1, on_error="skip", recovery=recovery)
     batches = cast("Any", iter(loader))
     assert indices([next(batches), next(batches)]) == [[0, 1], [2, 3]]
-    if cause == "not pinned":
-        monkeypatch.setattr("asyncloader.epoch.consumer.torch_pin", lambda _: refuse_to_pin)
-        batches._consumer._pins = True
-    with pytest.raises((MemoryError, TooManySkippedSamples)):
+    with pytest.raises(TooManySkippedSamples):
         next(batches)
     state = loader.state_dict()
     assert (state["step"], state["beyond"]) == (2, [])
