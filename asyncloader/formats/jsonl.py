@@ -75,13 +75,6 @@ class JsonlReader(Reader):
         lines = chunk.split(b"\n")
         last = lines.pop()
         for line in lines:
-            if self._skip and self._at and not self._held and len(line) <= self._max:
-                # Passed over, as in `_read`, which would cost a call.
-                self._skip -= bool(line) and not line.isspace()
-                self._at += len(line) + 1
-                if self._is_past():
-                    return
-                continue
             whole = line
             if self._held:
                 self._held += line

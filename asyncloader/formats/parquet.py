@@ -68,15 +68,11 @@ class RowGroup(NamedTuple):
 
     Attributes:
         number: its index in the file.
-        first: number of its first row in the file.
-        rows: number of its rows.
         chunks: ``(start, length)`` in bytes of each column chunk, ascending.
         uncompressed: decompressed bytes of the chunks, by the file's metadata.
     """
 
     number: int
-    first: int
-    rows: int
     chunks: tuple[tuple[int, int], ...]
     uncompressed: int
 
@@ -140,8 +136,7 @@ class Footer:
         for (start, length), (following, _) in pairwise(chunks):
             if start + length > following:
                 raise self.error(f"column chunks of row group {number} overlap at byte {following:,}")
-        first, after = self.edges[number : number + 2]
-        return RowGroup(number, first, after - first, tuple(chunks), uncompressed)
+        return RowGroup(number, tuple(chunks), uncompressed)
 
     def error(self, message: str) -> ShardError:
         """Make an error about the metadata."""
@@ -257,12 +252,12 @@ def read_batches(
             with suppress(ShardError):
                 following = groups.begin(next_number)
         place = group.chunks[0][0] if group.chunks else footer.end
-        at = group.first
+        at, end = footer.edges[number : number + 2]
         try:
             for batch in groups.batches(group, windows):
                 # Row numbers are keys and positions to resume at: extra rows would shift those of all later rows.
-                if at + batch.num_rows > group.first + group.rows:
-                    raise footer.error(f"row group {number} has more rows than the {group.rows:,} that it claims")
+                if at + batch.num_rows > end:
+                    raise footer.error(f"row group {number} has more rows than it claims")
                 yield batch, at, place
                 at += batch.num_rows
                 if at >= stop:
@@ -282,8 +277,8 @@ def read_batches(
             raise ShardError(
                 f"row group {number} is damaged, after row {at:,}: {_text(error)}", url=footer.url, offset=place
             ) from error
-        if at < min(stop, group.first + group.rows):
-            raise footer.error(f"row group {number} has {at - group.first:,} rows, and claims {group.rows:,}")
+        if at < min(stop, end):
+            raise footer.error(f"row group {number} has {end - at:,} rows fewer than it claims")
 
 
 class _RowGroups:
@@ -335,7 +330,8 @@ class _RowGroups:
         """Decode a row group to record batches of the wanted columns."""
         self.file.windows = windows
         # Batches of about `STEP_BYTES` by the metadata, which `RecordBatchRows` does not trust: it compares sizes.
-        size = max(1, group.uncompressed // max(group.rows, 1))
+        first, after = self._footer.edges[group.number : group.number + 2]
+        size = max(1, group.uncompressed // max(after - first, 1))
         for batch in self._batches(group.number, max(1, min(MOST_ROWS, STEP_BYTES // size))):
             # pyarrow takes "a.b" for field b of column a, too.
             wanted = [name for name in batch.schema.names if self._columns is None or name in self._columns]
@@ -431,10 +427,6 @@ class RangeFile(io.RawIOBase):
         self._at = 0
 
     def readable(self) -> bool:
-        """Return True."""
-        return True
-
-    def seekable(self) -> bool:
         """Return True."""
         return True
 

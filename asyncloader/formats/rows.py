@@ -174,43 +174,28 @@ class RecordBatchRows:
         return LocatedSamples(Rows(table, range(batch.num_rows)), range(first + 1, first + batch.num_rows + 1))
 
     def _read_single_rows(self, batch: Any, first: int) -> Iterator[LocatedSamples]:
-        """Yield the good rows: those between two bad rows together.
+        """Yield the good rows, each by itself.
 
         Raises:
             ShardError: a row is bad and cannot be skipped.
         """
-        good = 0  # the first good row that is not returned yet
         for row in range(batch.num_rows):
-            bad = self._fault(batch.slice(row, 1), first + row)
-            if bad is None:
-                continue
-            if good < row:
-                yield self._rows(batch.slice(good, row - good), first + good)
-            if bad.resume is None or self._on_bad is None:
-                try:
-                    raise bad
-                finally:
-                    del bad  # its traceback refers to this frame
-            self._on_bad(bad)
-            good = row + 1
-        if good < batch.num_rows:
-            yield self._rows(batch.slice(good), first + good)
-
-    def _fault(self, row: Any, number: int) -> ShardError | None:
-        """Return the error of a row, if it is bad; with a position to resume at, if it can be skipped."""
-        try:
-            self._check_sizes(row, number)
-            self._rows(row, number)
-        except ShardError as error:
-            return error
-        except Exception as error:
-            bad = self._error(
-                f"row {number:,} has a value with no Python form: {str(error)[:300] or type(error).__name__}"
-            )
-            bad.resume = number + 1
-            bad.__cause__ = error
-            return bad
-        return None
+            single, number = batch.slice(row, 1), first + row
+            try:
+                self._check_sizes(single, number)
+                found = self._rows(single, number)
+            except ShardError:
+                raise
+            except Exception as error:
+                reason = str(error)[:300] or type(error).__name__
+                bad = self._error(f"row {number:,} has a value with no Python form: {reason}")
+                bad.resume = number + 1
+                if self._on_bad is None:
+                    raise bad from error
+                bad.__cause__ = error
+                self._on_bad(bad)
+            else:
+                yield found
 
     def _check_sizes(self, batch: Any, first: int) -> None:
         arrow, _ = pyarrow()

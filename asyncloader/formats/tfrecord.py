@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cached_property
 from struct import Struct, pack
 from typing import Any, TypeAlias
 
@@ -214,7 +213,8 @@ def fast_crc32c() -> Callable[[bytes], int] | None:
         module: Any = importlib.import_module("google_crc32c")
     except ImportError:
         return None
-    return lambda data: int(module.value(data))
+    function: Callable[[bytes], int] = module.value
+    return function
 
 
 def mask_crc(crc: int) -> int:
@@ -249,16 +249,9 @@ class TFRecordEncoder(RecordEncoder):
     """
 
     def __init__(self) -> None:
-        _ = self._crc32c
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    @cached_property
-    def _crc32c(self) -> Callable[[bytes], int]:
         if (function := fast_crc32c()) is None:
             raise ImportError("TFRecords are written with google-crc32c: pip install 'asyncloader[shards]'")
-        return function
+        self._crc32c = function
 
     def encode_sample(self, sample: Mapping[str, Any]) -> list[bytes | memoryview]:
         """Return a sample's record, like `RecordEncoder.encode_sample`."""

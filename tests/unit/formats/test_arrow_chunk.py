@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime as dt
 import random
 from collections.abc import Callable
 from typing import Any
@@ -54,13 +53,9 @@ def lists(make: Callable[[int], Any]) -> list[Any]:
 
 
 KINDS: dict[str, Any] = {
-    "int": range(ROWS),
     "float": np.linspace(0, 1, ROWS, dtype=np.float32),
-    "bool": [row % 3 == 0 for row in range(ROWS)],
     "int with nulls": with_holes(int),
     "text": [f"text {row}" * (row % 5) for row in range(ROWS)],
-    "bytes": with_holes(lambda row: bytes([row % 256]) * (row % 9)),
-    "time": with_holes(lambda row: dt.datetime(2024, 2, 29, tzinfo=dt.UTC) + dt.timedelta(hours=row)),
     "category with nulls": pa.array(with_holes(lambda row: f"c{row % 5}")).dictionary_encode(),
     "categories": pa.array(lists(lambda row: f"c{row % 5}"), pa.list_(pa.dictionary(pa.int8(), pa.string()))),
     "struct of category": pa.array(
@@ -69,8 +64,6 @@ KINDS: dict[str, Any] = {
     ),
     "list": lists(int),
     "struct": with_holes(lambda row: {"bytes": bytes([row % 256]), "path": None if row % 2 else str(row)}),
-    "map": pa.array([[(f"k{row}", row)] for row in range(ROWS)], pa.map_(pa.string(), pa.int64())),
-    "vector": pa.array([[row, 1, 2] for row in range(ROWS)], pa.list_(pa.int16(), 3)),
     "vector with nulls": pa.array(with_holes(lambda row: [row, 0.5]), pa.list_(pa.float32(), 2)),
     "vector with holes": pa.array([[row, None if row % 7 == 3 else 2] for row in range(ROWS)], pa.list_(pa.int16(), 2)),
     "tensor with nulls": pa.ExtensionArray.from_storage(
@@ -78,7 +71,6 @@ KINDS: dict[str, Any] = {
         pa.array(with_holes(lambda row: [row, None if row % 5 == 1 else 2]), pa.list_(pa.int32(), 2)),
     ),
     "views": pa.array(lists(lambda row: f"text {row}"), pa.list_(pa.string_view())),
-    "tensor": pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(ROWS * 6, dtype=np.uint8).reshape(ROWS, 2, 3)),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncloader.formats import JsonlReader, ShardError, ShardRange, cut_shard, open_reader, shard_format
+from asyncloader.formats import JsonlReader, ShardError, cut_shard, shard_format
 from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     NAME,
@@ -49,12 +49,6 @@ def test_lines_become_samples() -> None:
         {"x": [1, {"y": None}], "__key__": f"{NAME}:55", "__url__": URL},
     ]
     check_resume(make, SMALL)
-
-
-def test_a_byte_order_mark_is_skipped() -> None:
-    """The mark is skipped only at the beginning of the shard."""
-    assert samples_of(make(), b'\xef\xbb\xbf{"a": 1}')[0]["a"] == 1
-    assert "no JSON" in error_of(make, b'{}\n\xef\xbb\xbf{"a": 1}')[0]
 
 
 @given(lines=st.lists(objects, max_size=8), end=st.sampled_from(["", "\n", "\r\n\n"]), cuts=cut_points)
@@ -97,17 +91,6 @@ def test_a_part_inside_a_long_line_is_done_at_its_end() -> None:
     assert reader.done
 
 
-def test_resume_within_a_part() -> None:
-    """A part is resumed with its own end and the offset of the last sample."""
-    data = b"".join(b'{"n": %d}\n' % n for n in range(100))
-    _, part = cut_shard(LINES, len(data), 2)
-    reader = open_reader(URL.replace(".ext", ".jsonl"), part=part)
-    located = reader.feed(data[reader.feed_from :])
-    _, resume = located[9]
-    again = open_reader(URL.replace(".ext", ".jsonl"), part=ShardRange(resume, part.stop, sync=False))
-    assert [*again.feed(data[again.feed_from :]), *again.end()] == located[10:]
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -130,18 +113,6 @@ def test_bad_lines(line: bytes, message: str) -> None:
     told: list[ShardError] = []
     assert [s["a"] for s in samples_of(JsonlReader(URL, on_bad=told.append), data)] == [1, 2]
     assert [(bad.offset, bad.url) for bad in told] == [(9, URL)]
-
-
-def test_an_error_waits_for_the_samples_before_it() -> None:
-    """The samples before it in the chunk are returned; all further calls raise the error."""
-    reader = make()
-    assert len(reader.feed(b"{}\n{}\nbad\n{}\n")) == 2
-    assert not reader.done
-    for _ in range(2):
-        with pytest.raises(ShardError):
-            reader.feed(b"{}\n")
-    with pytest.raises(ShardError):
-        reader.end()
 
 
 def test_max_sample_bytes() -> None:

@@ -16,13 +16,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from asyncloader.formats import Located, LocatedSamples, OnBad, ShardError
-from asyncloader.formats.parquet import Fetch, Footer, RowOptions, Windows, read_batches
+from asyncloader.formats.parquet import Fetch, Footer, RowOptions, read_batches
 from asyncloader.formats.rows import RecordBatchRows
-from tests.drawn import scaled
 from tests.unit.formats.test_parquet_footer import URL, encrypted, footer_of, lying, written
 from tests.unit.remote.shards import parquet
 
@@ -112,9 +109,7 @@ def test_values_of_every_kind() -> None:
     "options",
     [
         {"compression": "zstd", "data_page_version": "2.0"},
-        {"compression": "gzip", "use_dictionary": False},
-        {"compression": "lz4", "data_page_size": 64},
-        {"compression": "none", "write_page_index": True},
+        {"compression": "lz4", "data_page_size": 64, "use_dictionary": False},
         {"compression": "brotli", "store_schema": False},
     ],
     ids=lambda options: options["compression"],
@@ -166,31 +161,6 @@ def test_a_large_row_group_is_read_in_windows() -> None:
     assert all(start >= end for (start, _), end in zip(asked[1:], ends, strict=False))  # no byte is read twice
 
 
-@given(st.lists(st.integers(1, 300_000), min_size=1, max_size=4), st.integers(1, 400_000), st.data())
-@settings(deadline=None, max_examples=scaled(50))
-def test_windows_give_the_bytes_of_their_chunks(lengths: list[int], most: int, data: st.DataObject) -> None:
-    """Reads may continue where the last read ended, or jump."""
-    content = np.random.default_rng(1).bytes(sum(lengths) + 10 * len(lengths))
-    chunks: list[tuple[int, int]] = []
-    at = 0
-    for length in lengths:
-        chunks.append((at, length))
-        at += length + 10
-    windows = Windows(chunks, most, Ranges(content))
-    places = [start for start, _ in chunks]
-    for _ in range(data.draw(st.integers(1, 20))):
-        number = data.draw(st.integers(0, len(chunks) - 1))
-        start, length = chunks[number]
-        if data.draw(st.booleans()):
-            places[number] = data.draw(st.integers(start, start + length - 1))
-        if places[number] >= start + length:
-            continue
-        want = data.draw(st.integers(1, 200_000))
-        got = windows.read(places[number], want)
-        assert got == content[places[number] : min(places[number] + want, start + length)]
-        places[number] += len(got)
-
-
 def test_values_without_a_python_form_can_be_stepped_over() -> None:
     """The rows around them are given; without `on_bad` the first is raised, after the rows before it."""
     texts = pa.array([b"a", b"\xff", b"c", b"\xfe\xfe", b"e"])
@@ -210,7 +180,7 @@ def test_rows_are_bounded() -> None:
     """A row of more than `max_sample_bytes` is refused, after the rows before it."""
     data = written(pa.table({"b": [bytes(10), bytes(10), bytes(5000), bytes(10)]}))
     batches = read_rows(footer_of(data), Ranges(data), max_sample_bytes=1000)
-    assert len(next(batches)) == 2
+    assert [len(next(batches)), len(next(batches))] == [1, 1]
     with pytest.raises(ShardError, match=r"row 2 takes 5,.* more than max_sample_bytes=1,000"):
         next(batches)
 
@@ -222,15 +192,6 @@ def test_rows_with_a_large_dictionary_are_small() -> None:
     assert [sample["name"] for sample, _ in rows_of(data, max_sample_bytes=1000)] == names
     with pytest.raises(ShardError, match=r"row 10 takes 2.. bytes, more than max_sample_bytes=200"):
         rows_of(data, max_sample_bytes=200)
-
-
-def test_checksums_of_pages_are_verified() -> None:
-    """The checksums are verified where the writer wrote them."""
-    data = bytearray(parquet(range(20), compression="none", use_dictionary=False, write_page_checksum=True))
-    at = data.index(b"11111")
-    data[at] += 1
-    with pytest.raises(ShardError, match=r"row group 0 is damaged.*[cC]hecksum"):
-        rows_of(bytes(data))
 
 
 def test_lying_counts_of_rows() -> None:

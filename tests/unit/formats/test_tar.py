@@ -103,14 +103,6 @@ def test_any_archive_of_tarfile_in_any_chunks(names: list[str], sizes: list[int]
         assert "twice" in error[0]
 
 
-@pytest.mark.parametrize("kind", ["gnu", "pax"])
-def test_long_names_are_part_of_their_sample(kind: str) -> None:
-    """The resume offset is that of the extension header, or the name would be lost."""
-    archive = pack([(f"{'deep/' * 50}{n}.txt", b"x") for n in "abc"], FORMATS[kind])
-    assert [s["__key__"] for s in samples_of(make(), archive)] == [f"{'deep/' * 50}{n}" for n in "abc"]
-    check_resume(make, archive)
-
-
 def test_a_size_in_a_pax_header_is_that_of_one_member() -> None:
     """Writers use it for members of more than 8 GB; the next member has the size in its own header."""
     first = pack([("a.txt", b"x" * 700)], tarfile.PAX_FORMAT, pax_headers={"size": "700"}).rstrip(b"\0")

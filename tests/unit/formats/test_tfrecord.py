@@ -20,10 +20,8 @@ from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     NAME,
     URL,
-    check_any_split,
     check_resume,
     corrupted,
-    cut_points,
     error_of,
     plain,
     samples_of,
@@ -76,17 +74,6 @@ def test_records_are_samples() -> None:
     assert [sample["__key__"] for sample in samples] == [f"{NAME}:{at}" for at in (0, 21, 37)]
     check_resume(make, SMALL)
     assert samples_of(TFRecordReader(URL, start=21, stop=37), SMALL) == samples[1:2]
-
-
-@given(records=st.lists(st.binary(max_size=60), max_size=6), cuts=cut_points)
-@settings(deadline=None, max_examples=scaled(50))
-def test_any_records_in_any_chunks(records: list[bytes], cuts: list[float]) -> None:
-    """Chunks make no difference; every resume offset works."""
-    data = b"".join(map(record, records))
-    samples, error = check_any_split(make, data, cuts)
-    assert error is None
-    assert [sample["record"] for sample, _ in samples] == records
-    check_resume(make, data)
 
 
 @pytest.mark.parametrize("end", [1, 12, 20, 22, len(SMALL) - 1])

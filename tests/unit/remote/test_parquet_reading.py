@@ -136,7 +136,7 @@ async def test_bad_rows() -> None:
                 first += [sample["n"] for sample in rows.samples]
             async for rows in tolerant:
                 second += [sample["n"] for sample in rows.samples]
-            third = [sample["n"] for sample in (await anext(strict)).samples]
+            third = [sample["n"] for _ in range(2) for sample in (await anext(strict)).samples]
             with pytest.raises(ShardError, match="row 14 has a value with no Python form"):
                 await anext(strict)
         assert first == list(range(12))
