@@ -4,7 +4,7 @@ Data path: sampler -> [async_inline: fetch -> collate] -> the user.
 
 A blocking dataset is called in a thread, or on the running loop while its batches take little time
 (`thread_or_loop.py`); never twice at a time. An async dataset is read on the running loop. For async map datasets, and
-with `concurrency`, samples are prefetched (`inline_prefetch.py`). The sampler and a blocking dataset are advanced
+with `concurrency`, samples are prefetched (`inline_reader.py`). The sampler and a blocking dataset are advanced
 only by `__anext__`, so that random numbers are drawn in torch's order.
 """
 
@@ -16,17 +16,16 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any, Generic, Self, TypeVar
 
 import torch
 
 from asyncloader.base.bridge import in_thread
-from asyncloader.base.shielding import shielded
+from asyncloader.base.shielding import retrieve_error, shielded
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
 from asyncloader.epoch.inline import InlineEpoch
-from asyncloader.epoch.inline_prefetch import mark_retrieved
 from asyncloader.epoch.thread_or_loop import HOLD_SECONDS, BatchCosts, FetchPlace
 from asyncloader.epoch.torch_iterator import TorchIterator, warn_over_length
 from asyncloader.errors import LoaderClosed, TooManySkippedSamples
@@ -38,7 +37,6 @@ from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
 
@@ -62,10 +60,7 @@ class AsyncInlineIterator(Generic[B_co]):
             costs,
             use_current_device() if uses_device else None,
             movable=not waits,
-            iterable=progress.config.iterable,
         )
-        # Whether the dataset's code is called in threads, rather than awaited.
-        self._in_threads = not is_async_dataset(epoch.reader.dataset)
         self._owner = os.getpid()
         self._lock = asyncio.Lock()  # several tasks may share this iterator; each gets batches of its own
         self._pending: asyncio.Future[tuple[Any, Any, PackedCursor | None]] | None = None
@@ -116,8 +111,6 @@ class AsyncInlineIterator(Generic[B_co]):
             if isinstance(error, TooManySkippedSamples) and self._epoch.over:
                 self._end("")
                 self._close_soon()
-            if self._in_threads:
-                self._place.note(error)
             hide_our_frames(error)
             raise
         self._epoch.progress.pending = None
@@ -199,7 +192,7 @@ class AsyncInlineIterator(Generic[B_co]):
             await epoch.cancellably(epoch.open())
         if not epoch.reader.asynchronous:
             return await epoch.read(
-                self._records, partial(self._place.fetch_in_thread, epoch.measuring(epoch.reader.fetch))
+                self._records, partial(self._place.fetch_in_thread, epoch.measured(thread_time)(epoch.reader.fetch))
             )
         epoch.pull_ahead()
         with epoch.measured():
@@ -241,7 +234,7 @@ class AsyncInlineIterator(Generic[B_co]):
         # A call in a thread cannot be cancelled.
         if self._epoch.reader.asynchronous or self._epoch.cancellable:
             pending.cancel()
-        pending.add_done_callback(mark_retrieved)  # perhaps no consumer waits for it
+        pending.add_done_callback(retrieve_error)  # perhaps no consumer waits for it
 
     def close(self) -> None:
         """`aclose` for code that is not async."""

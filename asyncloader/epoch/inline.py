@@ -16,13 +16,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from time import perf_counter, process_time, thread_time
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
-from asyncloader.epoch.inline_prefetch import BatchPrefetcher
-from asyncloader.epoch.inline_reader import make_reader
+from asyncloader.epoch.inline_reader import BatchPrefetcher, make_reader
 from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.epoch.run_reading import tell_verdict
 from asyncloader.epoch.sampler_reading import pull_timed
@@ -44,7 +43,6 @@ from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dr
 from asyncloader.workers.memory.leaves import batch_nbytes
 from asyncloader.workers.processor_use import thread_delay
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _Call: TypeAlias = Callable[[Any, list[SkippedSample]], Awaitable[Any]]
 
@@ -257,7 +255,7 @@ class InlineEpoch:
         statistics.waiting_since = begin
         try:
             plain = begin < statistics.look_closely_at or self.on_loop  # on a loop it is measured there
-            index, batch = (fetch if plain else self.measuring(fetch))(records)
+            index, batch = (fetch if plain else self.measured(thread_time)(fetch))(records)
             # Before the cursor, which counts the batch: where another rank has no batch, this batch is not delivered.
             if self.agreement is not None and not self.agreed(self.agreement.batch):
                 raise EndOfData
@@ -304,19 +302,11 @@ class InlineEpoch:
         """The copy of the dataset that was read last: the number of the stream, or 0."""
         return 0 if self._streams is None else self._streams.copy
 
-    def measuring(self, fetch: Callable[P, T]) -> Callable[P, T]:
-        """The same function, which also records how much of its time the thread that calls it computes."""
-
-        def measured(*args: P.args, **options: P.kwargs) -> T:
-            with self.measured(thread_time):
-                return fetch(*args, **options)
-
-        return measured
-
     @contextmanager
     def measured(self, clock: Callable[[], float] = process_time) -> Generator[None]:
         """Record how much of the block's time samples compute, if `statistics.look_closely_at` has come. On a loop the
-        consumer waits meanwhile, so what this process computes is theirs.
+        consumer waits meanwhile, so what this process computes is theirs. Also a decorator, of a function that a thread
+        calls, with the clock `thread_time`.
         """
         began = perf_counter()
         if began < self.statistics.look_closely_at:

@@ -4,7 +4,7 @@ Data path: sampler -> [sync_inline: fetch -> collate] -> the user.
 
 A blocking dataset is read in the caller's thread, only inside `next()`, as torch does. Async datasets and samplers are
 read on the bridge's loop while the caller waits. There the samples of async map datasets, and with `concurrency`, are
-prefetched while the caller does other work (`inline_prefetch.py`); the sampler is advanced and batches are collated
+prefetched while the caller does other work (`inline_reader.py`); the sampler is advanced and batches are collated
 only inside `next()`.
 
 `CountedNext` is the base of both sync iterators; `close_at_exit` ends iterators that are still alive when the process

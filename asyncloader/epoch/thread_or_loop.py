@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from contextvars import Context
 from functools import partial
 from time import monotonic, perf_counter, thread_time
@@ -31,7 +30,6 @@ import torch
 from asyncloader.base.live_objects import LiveObjects
 from asyncloader.base.process_hooks import at_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.threads import JobThreads
 
 if sys.platform != "win32":
@@ -62,12 +60,6 @@ _running_loop, _run_as = asyncio._get_running_loop, asyncio._set_running_loop
 # ever beside the consumer's task.
 _swap_task: Any = getattr(asyncio.tasks, "_swap_current_task", None) if sys.version_info >= (3, 14) else None
 
-_NOTE: Final = (
-    "without workers AsyncDataLoader calls a blocking dataset in a thread, or on the event loop while its batches take "
-    "little time. What belongs to the main thread, as signal handlers and a connection that was made in __init__, "
-    "needs DataLoader with `for`, or num_workers=1; a handle that is made with the first sample needs {}"
-)
-
 
 class BatchCosts:
     """What the epochs of one loader have shown of its batches, together: epochs may have few of them."""
@@ -84,12 +76,9 @@ class FetchPlace:
         costs: of the loader.
         initializer: called in the thread before anything else.
         movable: whether the dataset may be called on the loop at all.
-        iterable: whether the dataset is iterable, for the text of errors.
     """
 
-    def __init__(
-        self, costs: BatchCosts, initializer: Callable[[], None] | None, *, movable: bool, iterable: bool
-    ) -> None:
+    def __init__(self, costs: BatchCosts, initializer: Callable[[], None] | None, *, movable: bool) -> None:
         self._thread = JobThreads(1, "asyncloader-fetch")
         self._initializer = initializer
         at_exit(_close_all)
@@ -102,7 +91,6 @@ class FetchPlace:
         """When the loop last had a turn, as far as is known."""
         self._costs = costs
         self._begun = False  # whether the epoch's first batch was made
-        self._note = _NOTE.format("one of them, too" if iterable else "concurrency=1, which keeps to one thread")
 
     @property
     def here(self) -> bool:
@@ -174,12 +162,6 @@ class FetchPlace:
         except (StopIteration, StopAsyncIteration) as error:
             # A future cannot carry the first, and ``async for`` would take the second for the end of the epoch.
             raise not_the_end(error, "the dataset's code") from error
-
-    def note(self, error: Exception) -> None:
-        """Note on an error that the dataset was called in another thread than it expects, if its text is about that."""
-        with suppress(Exception):  # an error's own text may fail
-            if "thread" in str(error):  # as in those of sqlite3 and signal
-                add_note(error, self._note)
 
     def close_soon(self) -> None:
         """Let the thread end after its current call. Does not wait."""

@@ -15,8 +15,7 @@ from asyncloader.base.bridge import Bridge, Call
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.consumer import Consumer
 from asyncloader.epoch.inline import InlineEpoch
-from asyncloader.epoch.inline_prefetch import BatchPrefetcher
-from asyncloader.epoch.inline_reader import StreamsInTurn
+from asyncloader.epoch.inline_reader import BatchPrefetcher, StreamsInTurn
 from asyncloader.epoch.sampler_reading import pull_timed
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
