@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from asyncloader.workers.memory import inline_collate
 from tests.delivery.fake import FakeMachine, installed
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream
-from tests.helpers.faulty import Faults, Faulty
 from tests.helpers.running import BOTH, KINDS, collect, outcomes, run_async, run_loader
 from tests.integration.failures.test_on_error import Rotten, run
 
@@ -310,28 +308,3 @@ def test_bad_samples(kind: str, workers: int, on_error: str) -> None:
     with installed():
         got, _, _ = run(kind, dataset, on_error=on_error, device="cpu", **options)
     assert [batch["index"].tolist() for batch in got] == [batch["index"].tolist() for batch in expected]
-
-
-def negative_index(index: int, error: Exception) -> Any:
-    return {"index": torch.tensor(-index)}
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
-def test_a_substitute_for_a_batch_that_kills_its_workers(kind: str, tmp_path: Path) -> None:
-    """It is made in this process, and is moved to the device like the other batches."""
-    faults = Faults(tmp_path, {5: "exit"}, times=1000)
-    with installed() as machine:
-        got, _, _ = run(
-            kind,
-            Faulty(12, faults),
-            batch_size=2,
-            seed=1,
-            num_workers=1,
-            device="cpu",
-            on_error=negative_index,
-        )
-        taken = machine.device.handed
-    assert [batch["index"].tolist() for batch in got] == [[0, 1], [2, 3], [-4, -5], [6, 7], [8, 9], [10, 11]]
-    for batch, handed in zip(got, taken, strict=True):
-        assert batch["index"].data_ptr() in handed.addresses
