@@ -94,7 +94,7 @@ def main(arguments: list[str]) -> int:
             save(
                 *days.add(ROUNDS, "transport", dt.datetime.now(dt.UTC).date().isoformat(), results),
                 command,
-                shared.section(shared.measure(quick=False, log=lambda row: log(str(row)))),
+                shared.section(shared.measure(log=log)),
             )
         except (JobFailed, RuntimeError) as failure:
             log(f"no page, because a measurement failed: {failure}")

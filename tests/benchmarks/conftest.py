@@ -11,7 +11,7 @@ import pytest
 
 from tests import script_server
 
-from . import harness, service, shared
+from . import harness, service
 
 
 class Forks:
@@ -26,13 +26,9 @@ class Forks:
             return subprocess.Popen(command, cwd=cwd, **options)
         return script_server.Forked(command, cwd=cwd, env=self.env, **options)
 
-    def run(self, command: list[str], *, cwd: Path, timeout: float, **_: Any) -> subprocess.CompletedProcess[str]:
-        """Run it to its end."""
-        return script_server.run(command, cwd=cwd, env=self.env, timeout=timeout)
-
 
 @pytest.fixture(autouse=True)
 def in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace it in the modules that start measurements."""
-    for module in (harness, service, shared):
+    for module in (harness, service):
         monkeypatch.setattr(module, "subprocess", Forks())

@@ -31,14 +31,13 @@ import asyncloader
 from tests.service.certificates import make_authority
 
 from . import sections
-from .harness import ROOT, JobFailed
+from .harness import ROOT, JobFailed, run_program
 
 TITLE = "## A service"
 PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 SIZES = {"64 KiB": 1 << 16, "1 MiB": 1 << 20, "8 MiB": 1 << 23}
 TOTAL, TOTAL_QUICK = 1 << 30, 1 << 26
 """Bytes of a figure; a sixteenth of it for the smallest batches."""
-LIMIT_S = 100.0
 AHEAD = 8
 """Batches on the way at a time, where the receiver asks for each."""
 BARE, BARE_TLS = "bare sockets", "bare sockets, TLS"
@@ -201,17 +200,9 @@ def run(kind: str, nbytes: int, number: int) -> Figure:
 def run_apart(kind: str, nbytes: int, total: int) -> Figure:
     """Measure one, in a process of its own. Errors as `run`."""
     number = max(16, (total // 16 if nbytes <= 1 << 16 else total) // nbytes)
-    program = (
-        f"import json; from tests.benchmarks.service import run; print(json.dumps(run({kind!r}, {nbytes}, {number})))"
-    )
-    command = [sys.executable, "-c", program]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise JobFailed(f"{kind}, {nbytes} bytes: no result after {LIMIT_S:.0f} s") from error
-    if done.returncode:
-        raise JobFailed(f"{kind}, {nbytes} bytes: exit code {done.returncode}\n{done.stderr[-3000:]}")
-    return Figure(*json.loads(done.stdout.splitlines()[-1]))
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        job = json.dumps([kind, nbytes, number])
+        return Figure(*run_program("tests.benchmarks.service", job, f"{kind}, {nbytes} bytes", Path(folder)))
 
 
 Results = dict[tuple[str, str], list[Figure]]
@@ -293,4 +284,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    if sys.argv[1:] and sys.argv[1].startswith("["):  # called by `run_apart`
+        Path(sys.argv[2]).write_text(json.dumps(run(*json.loads(sys.argv[1]))), encoding="utf-8")
+    else:
+        sys.exit(main(sys.argv[1:]))

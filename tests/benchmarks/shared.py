@@ -1,4 +1,4 @@
-"""The memory of a large list of strings, with and without `share`: `python -m tests.benchmarks.shared`.
+"""The memory of a large list of strings, with and without `share`: a section of the page.
 
 Every string is read once, in a scattered order, by 4 workers. A forked worker that reads a plain list gets copies of
 its pages (reference counts are written); a spawned one begins with a copy. Each configuration runs in a process of its
@@ -7,26 +7,24 @@ own; every batch is checked. Memory is the sum of the proportional set sizes of 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from .harness import ROOT, JobFailed, tree_memory
+from .harness import JobFailed, run_program, tree_memory
 
-STRINGS, STRINGS_QUICK = 2_000_000, 100_000
+STRINGS = 2_000_000
 WORKERS = 4
 BATCH = 1000
 LIMIT_S = 600.0  # for one configuration
@@ -151,8 +149,8 @@ def _memory() -> int:
     return memory.pss + memory.unmapped
 
 
-def measure(quick: bool, log: Any = None) -> list[Row]:
-    """Measure every configuration, each in a process of its own: 2 million strings, or 100,000 if `quick`.
+def measure(strings: int = STRINGS, log: Callable[[str], None] | None = None) -> list[Row]:
+    """Measure every configuration, each in a process of its own.
 
     Raises:
         JobFailed: one failed, or took more than ten minutes.
@@ -160,33 +158,17 @@ def measure(quick: bool, log: Any = None) -> list[Row]:
     rows: list[Row] = []
     for start in STARTS:
         for loader in LOADERS:
-            rows.append(_run_apart(loader, start, STRINGS_QUICK if quick else STRINGS))
+            rows.append(run_apart(loader, start, strings))
             if log is not None:
                 log(str(rows[-1]))
     return rows
 
 
-def _run_apart(loader: str, start: str, strings: int) -> Row:
+def run_apart(loader: str, start: str, strings: int) -> Row:
+    """Measure one configuration in a process of its own. Errors as `measure`."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        output = Path(folder, "row.json")
-        arguments = json.dumps([loader, start, strings])
-        program = f"from tests.benchmarks import shared; shared._child({arguments!r}, {str(output)!r})"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False, timeout=LIMIT_S
-            )
-        except subprocess.TimeoutExpired as error:
-            raise JobFailed(f"{loader}, {start}: no result after {LIMIT_S:.0f} s") from error
-        if done.returncode or not output.exists():
-            raise JobFailed(f"{loader}, {start}: exit code {done.returncode}\n{done.stderr[-3000:]}")
-        return Row(*json.loads(output.read_text(encoding="utf-8")))
-
-
-def _child(arguments: str, output: str) -> None:
-    import torch
-
-    torch.set_num_threads(1)  # the consumer would fight the workers for the cores
-    Path(output).write_text(json.dumps(run(*json.loads(arguments))), encoding="utf-8")
+        job = json.dumps([loader, start, strings])
+        return Row(*run_program("tests.benchmarks.shared", job, f"{loader}, {start}", Path(folder), limit_s=LIMIT_S))
 
 
 def table(rows: list[Row]) -> str:
@@ -218,21 +200,8 @@ def section(rows: list[Row]) -> str:
     )
 
 
-def main(arguments: list[str]) -> int:
-    """Measure and print the table; the exit code: 2 if it failed."""
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.shared", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"{STRINGS_QUICK:,} strings instead of {STRINGS:,}")
-    options = parser.parse_args(arguments)
-    try:
-        rows = measure(options.quick, lambda line: print(line, file=sys.stderr, flush=True))
-    except JobFailed as failure:
-        print(f"no table, because a measurement failed: {failure}", file=sys.stderr)
-        return 2
-    print(
-        f"{rows[0].strings:,} strings of {len(name(0))} bytes, {WORKERS} workers, batches of {BATCH:,}\n\n{table(rows)}"
-    )
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    import torch
+
+    torch.set_num_threads(1)  # the consumer would fight the workers for the cores
+    Path(sys.argv[2]).write_text(json.dumps(run(*json.loads(sys.argv[1]))), encoding="utf-8")

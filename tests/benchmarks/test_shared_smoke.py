@@ -18,7 +18,7 @@ STRINGS = 8000
 @pytest.mark.parametrize("loader", quickly(shared.LOADERS, shared.OURS_SHARED))
 def test_configuration_is_measured_and_verified(loader: str) -> None:
     """A configuration runs in a process of its own to the end, and gives every number of its row."""
-    row = shared._run_apart(loader, "fork", STRINGS)
+    row = shared.run_apart(loader, "fork", STRINGS)
     assert row[:3] == (loader, "fork", STRINGS)
     assert (row.prepare > 0) == (loader == shared.OURS_SHARED)
     assert min(row.first, row.pss_start, row.pss_end, row.rate) > 0
@@ -51,4 +51,4 @@ def test_wrong_contents_end_the_measurement(monkeypatch: pytest.MonkeyPatch) -> 
 def test_failure_has_the_reason() -> None:
     """The error has the output of the configuration's process."""
     with pytest.raises(JobFailed, match=r"exit code 1[\s\S]*nonsense"):
-        shared._run_apart(shared.OURS_PLAIN, "nonsense", STRINGS)
+        shared.run_apart(shared.OURS_PLAIN, "nonsense", STRINGS)
