@@ -109,7 +109,7 @@ if TYPE_CHECKING:
     from asyncloader.sources.tokens import TokenFile as TokenFile
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric, MetricSample
-    from asyncloader.tracing.trace import Trace
+    from asyncloader.telemetry.trace import Trace
     from asyncloader.workers.fetch.dataset_state import Stateful
     from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng as sample_rng

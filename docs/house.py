@@ -26,7 +26,7 @@ FLOORS = [
     "errors",
     "base",
     "workers.ipc telemetry",
-    "tracing formats transports workers.memory",
+    "formats transports workers.memory",
     "workers.fetch ranks transports.testing",
     "samplers shared sources workers",
     "delivery packing remote service workers.threads",
@@ -40,7 +40,7 @@ FLOORS = [
     "loaders",
     ("dataloader2 dataloader2.datapipes dataloader2.graph dataloader2.random dataloader2.services dataloader2.utils"),
     "integrations.ray",
-    "integrations asyncloader commands comparing verification",
+    "integrations asyncloader commands verification",
     "__main__",
 ]
 FLOOR = {

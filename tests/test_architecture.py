@@ -361,8 +361,8 @@ def test_a_local_loader_loads_nothing_of_remote_ones() -> None:
         unneeded = (
             "asyncloader.dataloader2", "asyncloader.delivery.cuda", "asyncloader.delivery.transfer",
             "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote", "asyncloader.service.protocol",
-            "asyncloader.shared", "asyncloader.telemetry.diagnosis", "asyncloader.tracing", "asyncloader.transports",
-            "aiofiles", "html",
+            "asyncloader.shared", "asyncloader.telemetry.chrome", "asyncloader.telemetry.diagnosis",
+            "asyncloader.telemetry.recording", "asyncloader.transports", "aiofiles", "html",
         )
         found = [name for name in sys.modules if name.startswith(unneeded)]
         assert not found, found

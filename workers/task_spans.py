@@ -12,7 +12,7 @@ from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 
 if TYPE_CHECKING:
-    from asyncloader.tracing.spans import SpanLog
+    from asyncloader.telemetry.spans import SpanLog
 
 
 class TracedTasks:
@@ -35,7 +35,7 @@ class TracedTasks:
             self.close()
             return sent
         if self.log is None:
-            from asyncloader.tracing.spans import SpanLog  # late: few runs are traced
+            from asyncloader.telemetry.spans import SpanLog  # late: few runs are traced
 
             self.log = SpanLog(self._recorder, process=self._shared)
         self.log.begin(-sent, begin)

@@ -118,7 +118,7 @@ def _run(command: str, flags: dict[str, Any]) -> int:
             _serve(flags)
             return 0
         if command == "try":
-            from asyncloader.comparing import try_command
+            from asyncloader.commands import try_command
 
             output = "json" if flags["json"] else "markdown" if flags["markdown"] else "text"
             return try_command.run(flags["target"], flags["program"], flags["seconds"], flags["cwd"], output)

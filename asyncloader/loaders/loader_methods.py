@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from asyncloader.live.snapshot import Reading
     from asyncloader.telemetry.diagnosis import Diagnosis
     from asyncloader.telemetry.metrics import Metric
-    from asyncloader.tracing.trace import Trace
+    from asyncloader.telemetry.trace import Trace
 
 
 class LoaderState:
@@ -264,7 +264,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
             OSError: the file cannot be written.
             RuntimeError, ValueError: the loader is being traced already; the file's name, or `last`.
         """
-        from asyncloader.tracing.trace import Trace  # late: few loaders are traced
+        from asyncloader.telemetry.trace import Trace  # late: few loaders are traced
 
         return Trace(self._asyncloader_state.statistics, file, type(self).__name__, last)
 

@@ -25,7 +25,7 @@ from asyncloader.telemetry.figures import COUNTED, KEY_NAMES, TOTALS, LoaderFigu
 from asyncloader.telemetry.slow_samples import SlowFigures, figures, joined
 
 if TYPE_CHECKING:
-    from asyncloader.tracing.recording import Recording
+    from asyncloader.telemetry.recording import Recording
 
 _log = logging.getLogger("asyncloader")
 

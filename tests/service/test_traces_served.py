@@ -11,7 +11,7 @@ import pytest
 
 from asyncloader import DataLoader
 from asyncloader.service.protocol import frames
-from asyncloader.tracing import spans
+from asyncloader.telemetry import spans
 from tests.helpers.trace_events import Found, read_trace
 from tests.service import definitions
 from tests.service.serving import NodeProcess, serving

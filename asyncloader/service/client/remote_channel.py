@@ -23,7 +23,7 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, shut_down
 from asyncloader.service.protocol.frames import Header
-from asyncloader.tracing.spans import with_asked
+from asyncloader.telemetry.spans import with_asked
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment

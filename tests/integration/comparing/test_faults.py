@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.comparing.summary import find_faults
-from asyncloader.comparing.try_command import run_program
+from asyncloader.commands.summary import find_faults
+from asyncloader.commands.try_command import run_program
 
 PROGRAM = Path(__file__).parent / "faulty_program.py"
 

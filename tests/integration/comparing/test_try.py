@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from asyncloader.__main__ import main
-from asyncloader.comparing import try_command
-from asyncloader.comparing.summary import find_faults
-from asyncloader.comparing.try_command import ProgramRun, run_program
+from asyncloader.commands import try_command
+from asyncloader.commands.summary import find_faults
+from asyncloader.commands.try_command import ProgramRun, run_program
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.spawns]
 

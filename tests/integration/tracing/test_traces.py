@@ -12,8 +12,8 @@ import pytest
 from torch.utils.data import Dataset
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderTimeout, RemoteIterableDataset, StatefulDataLoader
-from asyncloader.tracing import recording
-from asyncloader.tracing.trace import Trace
+from asyncloader.telemetry import recording
+from asyncloader.telemetry.trace import Trace
 from tests.helpers.datasets import AsyncNumbers, DiesOnce, Numbers
 from tests.helpers.http_store import serving, status
 from tests.helpers.running import KINDS, run_async

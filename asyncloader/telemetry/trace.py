@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from asyncloader.base.bridge import in_thread
-from asyncloader.tracing.recording import Recording, check_writable
+from asyncloader.telemetry.recording import Recording, check_writable
 
 if TYPE_CHECKING:
     from asyncloader.telemetry.statistics import Statistics

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from asyncloader.comparing.summary import (
+from asyncloader.commands.summary import (
     RunSummary,
     first_difference,
     gain_of,

@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.tracing import chrome
-from asyncloader.tracing.chrome import (
+from asyncloader.telemetry import chrome
+from asyncloader.telemetry.chrome import (
     BatchRecord,
     Span,
     StageRecord,

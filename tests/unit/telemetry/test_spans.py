@@ -8,7 +8,7 @@ import pytest
 
 from asyncloader.telemetry import counters
 from asyncloader.telemetry.counters import STAGES, Recorder, span
-from asyncloader.tracing.spans import SpanLog, unpack, with_asked
+from asyncloader.telemetry.spans import SpanLog, unpack, with_asked
 from asyncloader.workers.ipc.wire import MOST_SPAN_BYTES
 
 

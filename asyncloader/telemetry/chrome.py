@@ -18,7 +18,7 @@ from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncloader.tracing.spans import TaskSpans, unpack
+from asyncloader.telemetry.spans import TaskSpans, unpack
 
 MOST_LANES = 64
 """Lanes of one kind in a track."""

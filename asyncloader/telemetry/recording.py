@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Any
 
-from asyncloader.tracing.chrome import (
+from asyncloader.telemetry.chrome import (
     AssignedRecord,
     BatchRecord,
     EventRecord,

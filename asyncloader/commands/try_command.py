@@ -26,10 +26,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from asyncloader.commands import summary
 from asyncloader.commands.findings import Finding, as_lines, document, in_bytes, printable
+from asyncloader.commands.recorder import PLAN
 from asyncloader.commands.terminal import encode_all, print_json, print_line
-from asyncloader.comparing import summary
-from asyncloader.comparing.recorder import PLAN
 
 _GRACE_S, _POLL_S, _MEMORY_S = 5.0, 0.05, 1.0
 _TAIL = 4096  # bytes of standard error that are kept
@@ -42,7 +42,7 @@ from os.path import dirname
 spec = PathFinder.find_spec("sitecustomize", [each for each in sys.path if each != dirname(__file__)])
 if spec is not None and spec.loader is not None:  # the file that this one stands before
     spec.loader.exec_module(module_from_spec(spec))
-from asyncloader.comparing.recorder import begin
+from asyncloader.commands.recorder import begin
 begin()
 """
 

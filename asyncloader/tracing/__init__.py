@@ -1,1 +1,0 @@
-"""Traces of runs: the spans of each process, as Chrome's trace events."""
