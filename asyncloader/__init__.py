@@ -61,8 +61,8 @@ if TYPE_CHECKING:
         UnsupportedPlatform,
         WorkerDied,
     )
-    from asyncloader.integrations.install import install
     from asyncloader.loaders.async_loader import AsyncDataLoader
+    from asyncloader.loaders.install import install
     from asyncloader.loaders.loader import DataLoader
     from asyncloader.loaders.stateful_loader import StatefulDataLoader
     from asyncloader.loaders.writing import write_shards
@@ -122,8 +122,8 @@ _MODULES = {
         "PageLockError RanksDisagree RingMemoryError ServiceUnavailable ShardError ShardWriteError StateError "
         "TaskQuarantined TooManySkippedSamples UnsupportedPlatform WorkerDied"
     ),
-    "integrations.install": "install",
     "loaders.async_loader": "AsyncDataLoader",
+    "loaders.install": "install",
     "loaders.loader": "DataLoader",
     "loaders.stateful_loader": "StatefulDataLoader",
     "loaders.writing": "write_shards write_shards_sync",
@@ -152,7 +152,7 @@ _MODULES = {
     "sources.tokens": "TokenFile",
     "telemetry.diagnosis": "Diagnosis",
     "telemetry.metrics": "Metric MetricSample",
-    "tracing.trace": "Trace",
+    "telemetry.trace": "Trace",
     "workers.fetch.dataset_state": "Stateful",
     "workers.fetch.sample_errors": "SkippedSample",
     "workers.fetch.seeding": "sample_rng",

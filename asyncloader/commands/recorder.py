@@ -248,7 +248,7 @@ class ProgramRecorder:
             self._places[loader] = _place_of_caller()
             return construct(loader, *args, **kwargs)
         self._install = False
-        from asyncloader.integrations.install import install
+        from asyncloader.loaders.install import install
 
         install().__enter__()  # never left: it is the engine of the whole run
         return self._kind.__init__(loader, *args, **kwargs)  # type: ignore[no-any-return] # now `install`'s, which calls this
