@@ -140,7 +140,7 @@ def _run(command: str, flags: dict[str, Any]) -> int:
         code, why = 2, f"{type(error).__name__}: {text_of(error)}"
         print_error(command, why)
     if flags.get("json"):
-        none: dict[str, Any] = {"ok": False, "error": why, "loaders": [], "nodes": []}
+        none: dict[str, Any] = {"ok": False, "error": why, "loaders": []}
         print_json(none if command == "top" else document(findings, why))
     return code
 

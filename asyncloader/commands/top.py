@@ -1,4 +1,4 @@
-"""`asyncloader top`: shows loaders of this user's processes, and nodes of a service, while they run.
+"""`asyncloader top`: shows loaders of this user's processes while they run.
 
 Data path: live_server -> client -> [top] -> terminal.
 
@@ -34,8 +34,7 @@ Snapshot = dict[str, Any]
 
 
 def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
-    """Show the loader or node at this socket; None: all of this user. Returns the exit code: 1 if a loader is
-    input-bound, or a node cannot serve.
+    """Show the loader at this socket; None: all of this user. Returns the exit code: 1 if a loader is input-bound.
 
     Raises:
         NotWatched: none such runs, it does not answer, or its answer cannot be read.
@@ -56,8 +55,7 @@ def run(path: Path | None, *, as_json: bool, web: bool, port: int) -> int:
     findings = _understood(describe, found)
     ok = not has_problem(findings)
     if as_json:
-        kinds = {name: [each for each in found if f"{each['kind']}s" == name] for name in ("loaders", "nodes")}
-        print_json({"ok": ok, "error": None, **kinds})
+        print_json({"ok": ok, "error": None, "loaders": found})
         return int(not ok)
     encode_all(sys.stdout)
     for finding in findings:
@@ -70,19 +68,13 @@ def _understood(describe: Callable[[Sequence[Snapshot]], T], found: Sequence[Sna
     try:
         return describe(found)
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        raise NotWatched(f"a snapshot has not the form of a loader's or a node's: {error!r:.200}") from None
+        raise NotWatched(f"a snapshot has not the form of a loader's: {error!r:.200}") from None
 
 
 def describe(found: Sequence[Snapshot]) -> list[Finding]:
-    """Describe loaders, that which waits most before the others, and then nodes."""
-    kinds: dict[str, list[Snapshot]] = {"loader": [], "node": []}
-    for each in found:
-        kinds[each["kind"]].append(each)
-    loaders = sorted(kinds["loader"], key=lambda each: -each["rates"]["wait_frac"])
-    return [
-        *(finding for each in loaders for finding in _of_loader(each)),
-        *(finding for each in kinds["node"] for finding in _of_node(each)),
-    ]
+    """Describe loaders, that which waits most before the others."""
+    loaders = sorted(found, key=lambda each: -each["rates"]["wait_frac"])
+    return [finding for each in loaders for finding in _of_loader(each)]
 
 
 def _one_second(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
@@ -101,37 +93,6 @@ def _newest(opened: Sequence[LoaderSocket]) -> list[Snapshot]:
         why = "has ended" if ended else f"no answer in {_PATIENCE_S:g} seconds; the process may be stopped"
         raise NotWatched(f"{names}: {why}")
     return found
-
-
-def _of_node(node: Snapshot) -> Iterator[Finding]:
-    left_out = f", {node['sessions_left_out']} more loaders" if node["sessions_left_out"] else ""
-    yield Finding("node", "ok", f"{node['name']}, process {node['pid']}, {node['state']}{left_out}")
-    for each in node["sessions"]:
-        yield Finding(f"loader {each['loader']}", "ok", f"{each['dataset']}, at {each['peer']}; {_session(each)}")
-    for each in node["processes"]:
-        yield Finding(f"process {each['pid']}", "ok", f"{each['dataset']}; {_process(each)}")
-    if node["problem"]:
-        yield Finding("problem", "problem", f"{node['problem']}")
-
-
-def _session(session: Snapshot) -> str:
-    """A loader at a node, in words: the batches that it gets, and the memory that it takes there."""
-    used, most = session["ring_bytes"] + session["unsent_bytes"], session["most_bytes"]
-    memory = in_bytes(used) if most is None else f"{in_bytes(used)} of {in_bytes(most)}"
-    if session["relayed"]:
-        rate = f"{session['batches_per_s']:.3g} batches/s, {in_bytes(session['bytes_per_s'])}/s"
-        rate += f", {session['in_work']} tasks in work, {session['waiting']} waiting"
-    else:
-        rate = "not counted: batches pass the node by"
-    return f"{session['workers']} workers, {rate}; memory {memory}"
-
-
-def _process(process: Snapshot) -> str:
-    """A node's worker process, in words."""
-    if not process["ready"]:
-        return "making its dataset"
-    connections = f"{process['connections']} worker connections"
-    return f"{connections}, busy {process['busy_frac']:.0%}, {process['tasks_per_s']:.3g} tasks/s, {process['state']}"
 
 
 def _of_loader(snapshot: Snapshot) -> Iterator[Finding]:
@@ -154,7 +115,7 @@ def _of_loader(snapshot: Snapshot) -> Iterator[Finding]:
 def _serve(opened: Sequence[LoaderSocket], port: int) -> int:
     if len(opened) > 1:
         names = ", or ".join(f"asyncloader top --web {each.path}" for each in opened)
-        raise NotWatched(f"{len(opened)} loaders or nodes can be watched, and the page is that of one: {names}")
+        raise NotWatched(f"{len(opened)} loaders can be watched, and the page is that of one: {names}")
     path = opened[0].path
     opened[0].close()  # without a page that is open the loader makes no snapshots
     with suppress(KeyboardInterrupt):
@@ -167,7 +128,7 @@ async def _serve_page(path: Path, port: int) -> None:
     try:
         await server.listen_at_port(port)
         print_line(server.url)
-        await server.broadcast.over.wait()
+        await server.over.wait()
     finally:
         await server.close()
 

@@ -15,7 +15,7 @@ from asyncloader.telemetry.diagnosis import Diagnosis
 from asyncloader.telemetry.figures import NODE_FIGURES, STAGE_HELP
 
 VERSION = 5
-"""Of the dictionary, and of that of a node; grows when a key changes its meaning or goes."""
+"""Of the dictionary; grows when a key changes its meaning or goes."""
 
 # The stages in which a worker makes a batch, and those of this process that a waiting consumer may wait for.
 _MADE: tuple[Stage, ...] = ("fetch", "decode", "collate", "write", "transfer")

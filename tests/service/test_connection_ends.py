@@ -102,7 +102,7 @@ async def test_a_node_that_can_open_no_more_files() -> None:
     with ours, theirs, pytest.raises(Refused, match="ulimit -n") as caught:
         await node._open(Link(theirs), "here", host, SimpleNamespace(target="data:train"), opening, DatasetInfo())
     assert caught.value.for_now
-    assert not node.sessions
+    assert not node._quotas
 
 
 async def test_a_connection_that_is_opened_while_the_node_drains() -> None:
@@ -130,6 +130,6 @@ async def test_a_connection_that_is_opened_while_the_node_drains() -> None:
     assert loader.ended
     assert closed == [7]
     assert not node.figures()["lanes"]
-    assert not node.sessions
+    assert not node._quotas
     loader.close()
     process[0].close()

@@ -62,8 +62,6 @@ def _options(flags: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
-    from asyncloader.live.node_view import NodeView  # late: it imports the node
-
     node = Node(_served(options), _workers(options), _token(options), _tls(options))
     listen = options["listen"] or ["127.0.0.1:7070"]
     _check_open_addresses(listen, options)
@@ -75,9 +73,8 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
         (hurried if ended.is_set() else ended).set()
 
     loop.add_signal_handler(signal.SIGINT, interrupt)
-    metrics, view = MetricsEndpoint(node), NodeView(node)
+    metrics = MetricsEndpoint(node)
     try:
-        await view.open()
         if options["metrics"]:
             with _named(f"--metrics {options['metrics']}", "give a port that is free, at an address of this machine"):
                 await metrics.listen(options["metrics"])
@@ -90,10 +87,8 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
             starting.result()
             # Only now, because the node ends if a dataset cannot be made.
             addresses = [await _listen(node, address) for address in listen]
-            metrics.ready, view.addresses = True, addresses
+            metrics.ready = True
             said: dict[str, Any] = {"listening": addresses[0], "addresses": addresses, "pid": os.getpid()}
-            if view.path:
-                said["view"] = view.path
             if metrics.address:
                 said["metrics"] = metrics.address
             say(json.dumps(said))
@@ -108,7 +103,6 @@ async def _serve(options: dict[str, Any], say: Callable[[str], None]) -> None:
                 await task
     finally:
         await metrics.close()
-        await view.close()
         await node.close()
 
 

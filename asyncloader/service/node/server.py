@@ -23,7 +23,7 @@ from asyncloader.base.peer_text import line_of
 from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
 from asyncloader.service.node.async_io import message_of, secure, send_whole, wait_for
-from asyncloader.service.node.sessions import MemoryQuota, OpenConnection, Session, check_files
+from asyncloader.service.node.sessions import MemoryQuota, check_files
 from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 from asyncloader.service.node.worker_host import HostSetup
 from asyncloader.service.node.worker_processes import HostProcesses, WorkerConnection
@@ -96,8 +96,7 @@ class Node:
         self._connections: set[WorkerConnection] = set()
         self._sockets: list[socket.socket] = []
         self._paths: list[str] = []
-        self.sessions: dict[str, Session] = {}
-        """The loaders that read here, by their names."""
+        self._quotas: dict[str, MemoryQuota] = {}  # of the loaders that read here, by their names
         memory = memory_limit()[0]
         self._most_memory = None if memory is None else int(_MOST_MEMORY * memory)
         self.draining = False
@@ -260,15 +259,10 @@ class Node:
             connection.close()
         await asyncio.gather(*(host.close() for host in self._hosts.values()), *self._closing)
 
-    @property
-    def hosts(self) -> list[HostProcesses]:
-        """The processes of each dataset."""
-        return list(self._hosts.values())
-
     def figures(self) -> dict[str, float]:
         """Return the numbers for `/metrics`."""
         return {
-            "sessions": len(self.sessions),
+            "sessions": len(self._quotas),
             "lanes": len(self._connections),
             "refused": self.refusals,
             "processes": sum(host.running for host in self._hosts.values()),
@@ -388,7 +382,6 @@ class Node:
         def ended() -> None:
             if connection is not None:
                 host.close_connection(number)
-                session.left(number)
                 self._forget(quota)
                 self._connections.discard(connection)
 
@@ -403,11 +396,10 @@ class Node:
             return connection
 
         dataset = f"{served.target} with {as_text(host.setup.arguments)}"
-        made = Session(MemoryQuota(opening.loader, self._most_memory), peer, dataset)
-        session = self.sessions.setdefault(opening.loader, made)
-        if session is made:
-            _log.info("loader %s reads %s", opening.loader, dataset, extra={"peer": "loaders"})
-        quota = session.quota
+        made = MemoryQuota(opening.loader, self._most_memory)
+        quota = self._quotas.setdefault(opening.loader, made)
+        if quota is made:
+            _log.info("loader %s at %s reads %s", opening.loader, peer, dataset, extra={"peer": "loaders"})
         # Before anything is awaited: the loader's other connections may end, and the last would drop the quota.
         quota.connections += 1
         try:
@@ -422,7 +414,6 @@ class Node:
             raise
         assert connection is not None
         self._connections.add(connection)
-        session.connections[number] = OpenConnection(opening.worker, pid, connection)
         # Before anything is awaited, too: frames of the process are passed on from the event loop, and follow OPENED.
         try:
             link.send(frames.OPENED, pack_record(Opened(pid)), fd=passed[0].fileno() if passed else -1)
@@ -437,7 +428,7 @@ class Node:
     def _forget(self, quota: MemoryQuota) -> None:
         quota.connections -= 1
         if not quota.connections:
-            del self.sessions[quota.name]
+            del self._quotas[quota.name]
             _log.info("loader %s has ended", quota.name, extra={"peer": "loaders"})
 
 

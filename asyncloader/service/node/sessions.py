@@ -1,4 +1,4 @@
-"""The loaders that read from a node: their memory, which is bounded, their connections, and the batches sent to them.
+"""The memory and the files that loaders may take at a node.
 
 Data path: beside worker_connections. Pure.
 """
@@ -9,12 +9,8 @@ import errno
 import os
 import resource
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
 
 from asyncloader.errors import RingMemoryError
-
-if TYPE_CHECKING:
-    from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
 
 _FREE_FILES = 32  # for handshakes
 _REASON = "half of the memory that the node had when it began, the most for one loader"
@@ -101,49 +97,6 @@ class MemoryQuota:
     def leave(self, resume: Callable[[], None]) -> None:
         """Do not call this any more."""
         self._waiting.pop(resume, None)
-
-
-class OpenConnection(NamedTuple):
-    """A worker connection: the worker's number in its loader, its process, and the node's end."""
-
-    worker: int
-    pid: int
-    end: RelayedConnection | LocalConnection
-
-
-class Session:
-    """A loader that reads from the node.
-
-    Args:
-        quota: its memory, with the name that it gave itself.
-        peer: its address, or "this machine".
-        dataset: the definition and its arguments, as text.
-    """
-
-    def __init__(self, quota: MemoryQuota, peer: str, dataset: str) -> None:
-        self.quota = quota
-        self.peer = peer
-        self.dataset = dataset
-        self.connections: dict[int, OpenConnection] = {}
-        """By their numbers, of which none is used twice."""
-        self._batches = self._bytes = 0  # of connections that have ended
-
-    def left(self, number: int) -> None:
-        """Note that a connection has ended."""
-        ended = self.connections.pop(number, None)
-        if ended is not None:
-            self._batches += ended.end.batches
-            self._bytes += ended.end.sent_bytes
-
-    @property
-    def batches(self) -> int:
-        """Batches that were sent to it."""
-        return self._batches + sum(each.end.batches for each in self.connections.values())
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of these."""
-        return self._bytes + sum(each.end.sent_bytes for each in self.connections.values())
 
 
 def check_files(descriptor: int, connections: int) -> None:

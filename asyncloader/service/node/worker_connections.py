@@ -58,8 +58,6 @@ class RelayedConnection:
         kill: called when a task takes too long for the loader.
     """
 
-    relayed = True
-
     def __init__(
         self,
         link: Link,
@@ -69,7 +67,6 @@ class RelayedConnection:
         ended: Callable[[], None],
         kill: Callable[[], None],
     ) -> None:
-        self.batches = self.sent_bytes = 0
         self._link = link
         self._quota = quota
         self._held = 0  # bytes of the ring, as the quota counts them
@@ -172,19 +169,10 @@ class RelayedConnection:
             self._quota.wait(self._give_soon)
 
     @property
-    def in_work(self) -> int:
-        """Tasks that the process has."""
-        return len(self._unanswered) - len(self._waiting)
-
-    @property
-    def waiting(self) -> int:
-        """Tasks that the process does not have yet."""
-        return len(self._waiting)
-
-    @property
     def _may_give(self) -> bool:
         """Whether the process may be given one more task."""
-        return self.in_work < self._slots and self._given_bytes < _MOST_QUEUED and not self._quota.full
+        given = len(self._unanswered) - len(self._waiting)
+        return given < self._slots and self._given_bytes < _MOST_QUEUED and not self._quota.full
 
     def _start(self, epoch: int, task: int, index: bytes) -> None:
         """Give the task to the process."""
@@ -370,9 +358,6 @@ class RelayedConnection:
             return
         try:
             done = self._link.send(kind, body, epoch=epoch, task=task, payload=payload, sent=sent)
-            if kind == wire.RESULT:
-                self.batches += 1
-                self.sent_bytes += 0 if payload is None else payload.nbytes
         except OSError:
             # Not closed here: callers go on with the channel and the rings. Not left to the link's reader, either: it
             # may be removed at the moment.
@@ -472,9 +457,6 @@ class LocalConnection:
         ended: called once the connection is closed.
         kill: called when a task takes too long for the loader.
     """
-
-    relayed = False
-    batches = sent_bytes = in_work = waiting = 0  # its batches do not pass the node
 
     def __init__(self, link: Link, ended: Callable[[], None], kill: Callable[[], None]) -> None:
         self._link = link

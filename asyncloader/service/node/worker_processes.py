@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from math import inf
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from asyncloader.base.bridge import in_thread
 from asyncloader.base.peer_text import LineLimit, line_of
@@ -57,24 +57,6 @@ _BUSY = "Its process was at the task of another worker connection."
 
 
 WorkerConnection: TypeAlias = RelayedConnection | LocalConnection
-
-
-class ProcessCounts(NamedTuple):
-    """A worker process at a moment.
-
-    Attributes:
-        pid: its process id.
-        ready: it has made its dataset.
-        connections: worker connections that it serves.
-        tasks: that it has carried out, of a blocking dataset.
-        busy_s: seconds that it was at these.
-    """
-
-    pid: int
-    ready: bool
-    connections: int
-    tasks: int
-    busy_s: float
 
 
 class _Process:
@@ -199,14 +181,6 @@ class HostProcesses:
             yield
         finally:
             self._users -= 1
-
-    def read(self) -> list[ProcessCounts]:
-        """Return the counts of each process that runs."""
-        return [
-            ProcessCounts(each.process.pid, each.ready, len(each.connections), times.number, times.total)
-            for each in self._processes.values()
-            for times in [_times(each)]
-        ]
 
     @property
     def idle(self) -> bool:

@@ -1,13 +1,11 @@
-"""The page of a loader or a node in a browser: it loads without errors, follows the run, and can be used by keyboard.
+"""The page of a loader in a browser: it loads without errors, follows the run, and can be used by keyboard.
 
 make test-browser        needs Chromium: apt-get install chromium
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -20,9 +18,7 @@ import pytest
 
 from asyncloader import DataLoader
 from tests.helpers.datasets import Numbers
-from tests.helpers.running import PATIENCE_S, environment
-from tests.service import definitions
-from tests.service.serving import serving
+from tests.helpers.running import environment
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -184,47 +180,6 @@ def test_every_text_can_be_read(scheme: str, open_page: Open) -> None:
             }"""
         )
         assert worst >= 4.5
-
-
-@contextmanager
-def top_web(path: str | Path) -> Generator[str]:
-    """Run `asyncloader top --web`. Gives the page's address; the command ends with the loader or node, or by Ctrl-C."""
-    command = [sys.executable, "-m", "asyncloader", "top", "--web", str(path)]
-    env = {**environment(), "XDG_RUNTIME_DIR": os.environ["XDG_RUNTIME_DIR"]}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().strip()
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 0
-
-
-def test_a_node_with_two_loaders(open_page: Open, tmp_path: Path) -> None:
-    """A row for each, with its workers, its rate and its memory; the rows go with the loaders."""
-    options: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "seed": 1}
-    with serving(tmp_path, ["numbers"]) as node, top_web(node.said["view"]) as url:
-        page = open_page(url)
-        has_text(page, "#name", f"node at {node.addresses[0]}")
-        has_text(page, "#node-mark", "it can serve")
-        has_text(page, "#sessions caption", "None read here now")
-        with (
-            DataLoader[Any](definitions.numbers(), **options, workers=node.tcp) as far,
-            DataLoader[Any](definitions.numbers(), **options, workers=node.unix) as near,
-        ):
-            batches = iter(far), iter(near)
-            for each in batches:
-                next(each)
-            rows = page.locator("#sessions tbody tr")
-            playwright.expect(rows).to_have_count(2, timeout=20_000)
-            playwright.expect(page.locator("#connections tbody tr")).to_have_count(4)
-            has_text(page, "#sessions", "127.0.0.1")
-            has_text(page, "#sessions", "this machine")
-            has_text(page, "#sessions tbody tr:nth-child(1)", "iB of ")
-            has_text(page, "#processes tbody tr:nth-child(2)", "pid ")
-            assert page.get_by_role("main").count() == 1
-            for name in ("Loaders", "Their workers", "Processes"):
-                assert page.get_by_role("group", name=name).count() == 1
-        playwright.expect(rows).to_have_count(0, timeout=20_000)
-    has_text(page, "#state", "closed")
 
 
 PROGRAM = """

@@ -39,7 +39,7 @@ def document(capfd: pytest.CaptureFixture[str]) -> Document:
         assert told.isascii()
         assert told.count("\n{") == 0
         found: dict[str, Any] = json.loads(told, parse_constant=refuse)
-        parts = ["loaders", "nodes"] if argv[0] == "top" else ["findings"]
+        parts = ["loaders"] if argv[0] == "top" else ["findings"]
         assert [*found] == ["ok", "error", *parts]
         assert found["ok"] == (code == 0)
         if code == 2:
