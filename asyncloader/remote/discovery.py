@@ -3,7 +3,7 @@
 Data path: URLs, patterns, folders -> [discovery] -> shards -> catalog.
 
     hf://datasets/owner/name/*.parquet     what the revision's commit has; the shards' URLs name the commit
-    https://host/shard-{000..127}.tar      a brace pattern (`braces`)
+    https://host/shard-{000..127}.tar      a pattern with braces (`expand`)
     s3://bucket/train/                     all shards below a prefix, ascending; or an MDS dataset, by its index.json
     s3://bucket/**/train-*.tar             the shards that match: ``*`` is any part of a name, ``**/`` any folders
     /data/train                            a local directory, with or without a trailing ``/``
@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 from urllib.parse import quote, unquote
 
 from asyncloader.base.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError, ShardFormat, parse_mds_index
-from asyncloader.remote.braces import MOST, expand
 from asyncloader.remote.catalog import Shard, format_of, named_format
 from asyncloader.remote.stores import Stores, scheme_of
-from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge, Transport
+from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
 
 MAX_INDEX_BYTES = 256 << 20
 """Maximum size of an MDS index: a million shards of ten columns."""
@@ -36,11 +35,58 @@ INDEX = "index.json"
 
 _ESCAPED = frozenset({"http", "https"})
 
-_HIDDEN = frozenset("._")
-"""First characters of the folders below a prefix that are passed over."""
+MOST = 1_000_000
+"""Maximum number of URLs of a pattern, or below a prefix: a typing error easily adds a factor of ten."""
 
-_RANGE = re.compile(r"(?<!\\)\{[^{},\\]*\.\.[^{},\\]*\}")
-"""Braces that are meant as a range. If they are not a valid range, bash and `expand` take them literally."""
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})(?:\.\.(-?\d{1,18}))?", re.ASCII)
+
+
+def expand(pattern: str, *, most: int = MOST) -> list[str]:
+    """Return the texts that a pattern stands for; the leftmost braces change most slowly. Of bash's patterns it knows
+
+        {a,b}          each alternative, which may be empty
+        {0..3}         numbers, ascending or descending; {0..9..3} in steps of 3
+        {000..127}     padded with zeros to the longer of the two, if either begins with a zero
+        {a}, {}        stand for themselves: they have no alternatives
+
+    Raises:
+        ValueError: braces within braces, or one without its other; a range that is none; more than `most` texts.
+    """
+    parts = _BRACES.split(pattern)  # texts and, between each two, what braces hold
+    if any(sign in text for text in parts[::2] for sign in ("{", "}", "\\{")) or "\\}" in pattern:
+        raise ValueError(
+            f"{pattern!r} has a brace without its other, braces within braces, or a backslash before a brace: write "
+            "these URLs out; a path object is taken as it is"
+        )
+    found = [""]
+    for at, part in enumerate(parts):
+        texts = _alternatives(part, pattern, most) if at % 2 else [part]
+        if len(found) * len(texts) > most:  # before they are made
+            raise _too_many(pattern, most)
+        found = [before + each for before in found for each in texts]
+    return found
+
+
+def _alternatives(text: str, pattern: str, most: int) -> list[str]:
+    if "," in text:
+        return text.split(",")
+    if ".." not in text:
+        return [f"{{{text}}}"]
+    if (numbers := _RANGE.fullmatch(text)) is None:
+        raise ValueError(f"'{{{text}}}' in {pattern!r} is no range of numbers such as {{000..127}}")
+    first, last = int(numbers[1]), int(numbers[2])
+    step = abs(int(numbers[3] or 1)) or 1  # the direction is that from the first to the last
+    found = range(first, last + 1, step) if first <= last else range(first, last - 1, -step)
+    if len(found) > most:
+        raise _too_many(pattern, most)
+    padded = any(len(digits) > 1 and digits[0] == "0" for digits in (numbers[1].lstrip("-"), numbers[2].lstrip("-")))
+    width = max(len(numbers[1]), len(numbers[2])) if padded else 0
+    return [str(number).zfill(width) for number in found]
+
+
+def _too_many(pattern: str, most: int) -> ValueError:
+    return ValueError(f"{pattern!r} means too many URLs; {most:,} are allowed at most: check its numbers")
 
 
 def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> list[str]:
@@ -50,7 +96,7 @@ def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
         urls: one URL, pattern or path, or several. A path object is used literally, without patterns.
 
     Raises:
-        ValueError: no URL is given; a pattern or range is wrong (see `braces`); more than 1,000,000 URLs in total.
+        ValueError: no URL is given; a reason of `expand`; more than 1,000,000 URLs in total.
         TypeError: an item is neither text nor a path.
     """
     given: Iterable[str | os.PathLike[str]] = [urls] if isinstance(urls, str | os.PathLike) else urls
@@ -59,10 +105,6 @@ def expand_urls(urls: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
         if isinstance(url, str):
             if not url:
                 raise ValueError("one of the URLs is empty")
-            for group in _RANGE.findall(url):
-                if expand(group) == [group]:
-                    what = f"{group!r} in {url!r} is no range such as {{000..127}} or {{a..e}}"
-                    raise ValueError(f"{what}; write \\{{ for the character itself")
             found += expand(url)
         elif isinstance(url, os.PathLike):
             found.append(os.fspath(url))
@@ -104,9 +146,9 @@ async def find_shards(
         format: of all shards. None: by the extension; below a prefix, objects with other extensions are ignored. With a
             format, all objects below a prefix are shards, except names that begin with ``_``. Names that begin with
             ``.``, and all objects in folders whose names begin with ``.`` or ``_``, are always ignored, unless such a
-            folder is the prefix itself. A ``*`` finds neither of them, nor names that begin with ``_`` and have another
-            extension; a pattern may name them, as in ``**/_raw/*.tar``. A format's name is an extension without its
-            dot: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
+            folder is the prefix itself. A ``*`` at the beginning of a name finds neither of them, nor names that begin
+            with ``_`` and have another extension; a pattern may name them, as in ``**/_raw/*.tar``. A format's name is
+            an extension without its dot: ``"tar"``, ``"jsonl.gz"``, ``"parquet"``.
 
     Raises:
         ValueError: a URL without a known extension; a prefix with no shard below it, or a ``*`` that no object matches;
@@ -125,12 +167,10 @@ async def find_shards(
             if listed is not None:
                 shards += listed
                 continue
-        if "*" in split_url(url)[0] and not await _is_file(url, stores):
-            shards += await _match(url, stores, wanted)
-        elif folder is None or url != folder:  # also an index.json of another format
+        if url == folder or ("*" in split_url(url)[0] and not await _is_file(url, stores)):
+            shards += await _below(url, stores, wanted)
+        else:  # also an index.json of another format
             shards.append(_single(url, wanted))
-        else:
-            shards += await _below(folder, stores, wanted)
     return shards
 
 
@@ -195,51 +235,24 @@ async def _at_commits(urls: Sequence[str], stores: Stores) -> list[str]:
     return found
 
 
-async def _match(url: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
-    """Return the shards that match a pattern with ``*``, ascending."""
-    address, query = split_url(url)
-    folder, slash, _ = address[: address.index("*")].rpartition("/")
-    pattern = address[len(folder + slash) :]
-    folder = folder + slash if slash or stores.transport is not None else "./"
-    if folder.endswith("://"):
-        raise ValueError(f"{url!r} has a * before its first folder, where none can be listed")
-    transport, prefix = stores.find(folder + query)
-    pattern = unquote(pattern, errors="surrogateescape") if is_escaped(url) else pattern
-    name = re.compile(_regex(pattern), re.DOTALL)  # the name of a folder may contain a line end
-
-    def is_shard(rest: str) -> bool:
-        return name.fullmatch(rest) is not None and not _is_left_out(rest, pattern, wanted)
-
-    found, others = await _list(transport, prefix, folder + query, wanted, is_shard)
-    if not found:
-        raise ValueError(f"no object matches {url!r}; there are {others:,} others below {folder!r}")
-    return found
-
-
-def _is_left_out(path: str, pattern: str, wanted: ShardFormat | None) -> bool:
-    """Return whether the pattern would have to name a hidden folder of this path, or the first character of its file:
-    of a hidden file, or of one that lies beside shards, such as `_SUCCESS` and the index of a shard's samples.
+def _regex(pattern: str, format: ShardFormat | None) -> str:
+    """Return the expression for names below a prefix that match a pattern. A ``*`` at the beginning of a name does not
+    match those that are no shards, as other tools agree: `.x.tar`, `.ipynb_checkpoints/`, `_delta_log/`.
     """
-    if hidden := _hidden_folders(path):
-        named = [re.compile(_regex(part), re.DOTALL) for part in pattern.split("/")[:-1] if part[:1] in _HIDDEN]
-        if not all(any(each.fullmatch(folder) for each in named) for folder in hidden):
-            return True
-    first = path.rpartition("/")[2][:1]
-    if f"/{first}" in f"/{pattern}":
-        return False
-    return first == "." or (first == "_" and (wanted is not None or not _is_known(path)))
-
-
-def _hidden_folders(path: str) -> list[str]:
-    """Return the folders of a path that hold no shards, as other tools agree: `.ipynb_checkpoints`, `_delta_log`."""
-    if "/." not in f"/{path}" and "/_" not in f"/{path}":  # nearly all paths
-        return []
-    return [folder for folder in path.split("/")[:-1] if folder[:1] in _HIDDEN]
-
-
-def _regex(pattern: str) -> str:
-    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
-    return "".join(kinds.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*)", pattern))
+    seen = r"(?!\.|_[^/]*/)" if format is None else r"(?![._])"
+    found, at = "", 0
+    for part in re.split(r"(\*\*/|\*\*|\*)", pattern):
+        begins = not at or pattern[at - 1] == "/"
+        at += len(part)
+        if part == "**/" and begins:
+            found += f"(?:{seen}[^/]+/)*"
+        elif part[:1] == "*":
+            found += (seen if begins else "") + "[^/]*"
+            found += f"(?:/{seen}[^/]*)*" if part[1:] else ""
+            found += part[2:]
+        else:
+            found += re.escape(part)
+    return found
 
 
 async def _with_directories(urls: Sequence[str], stores: Stores) -> list[str]:
@@ -290,43 +303,38 @@ async def _read_index(folder: str, stores: Stores, *, must: bool) -> list[Shard]
     ]
 
 
-async def _below(folder: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
-    """Return the shards below a prefix."""
-    transport, prefix = stores.find(folder)
-
-    def is_shard(rest: str) -> bool | None:
-        # Hidden files are no shards; with an explicit format, neither are names such as `_SUCCESS`.
-        if rest.rpartition("/")[2].startswith("." if wanted is None else (".", "_")) or _hidden_folders(rest):
-            return None
-        return wanted is not None or _is_known(rest)
-
-    found, others = await _list(transport, prefix, folder, wanted, is_shard)
-    if not found:
-        seen = f", but {others:,} objects of other extensions: say format=" if others else ". Is the address right?"
-        raise ValueError(f"there is no shard below {folder!r}{seen}")
-    return found
-
-
-async def _list(
-    transport: Transport,
-    prefix: str,
-    folder: str,
-    wanted: ShardFormat | None,
-    is_shard: Callable[[str], bool | None],
-) -> tuple[list[Shard], int]:
-    """Return the shards among the objects below a prefix, and the number of others.
-
-    `is_shard` looks at a path below the prefix; None: it does not count.
-    """
+async def _below(url: str, stores: Stores, wanted: ShardFormat | None) -> list[Shard]:
+    """Return the shards below a prefix, or those that match a pattern with ``*``, ascending."""
+    address, query = split_url(url)
+    cut = address.rfind("/", 0, address.index("*")) + 1 if "*" in address else len(address)
+    folder, pattern = address[:cut] or ("./" if stores.transport is None else ""), address[cut:]
+    if folder.endswith("://"):
+        raise ValueError(f"{url!r} has a * before its first folder, where none can be listed")
+    transport, prefix = stores.find(folder + query)
+    pattern = unquote(pattern, errors="surrogateescape") if is_escaped(url) else pattern
+    name = re.compile(_regex(pattern or "**", wanted))
     found: list[Shard] = []
     others = 0
     async with aclosing(transport.list(prefix)) as paths:
         async for path in paths:
             rest = path[len(prefix) :]
-            if verdict := is_shard(rest):
+            if name.fullmatch(rest) is None:
+                others += bool(pattern)
+            elif wanted is None and not _is_known(rest) and (not pattern or _lies_beside(rest, pattern)):
+                others += 1
+            else:
                 size = transport.listed_size(path)
-                found.append(_single(join_url(folder, rest), wanted)._replace(size=size, stated=size))
-            others += verdict is False
+                found.append(_single(join_url(folder + query, rest), wanted)._replace(size=size, stated=size))
             if len(found) > MOST:
                 raise ValueError(f"there are more than {MOST:,} shards below {folder!r}: give a longer prefix")
-    return found, others
+    if found:
+        return found
+    if pattern:
+        raise ValueError(f"no object matches {url!r}; there are {others:,} others below {folder!r}")
+    seen = f", but {others:,} objects of other extensions: say format=" if others else ". Is the address right?"
+    raise ValueError(f"there is no shard below {folder!r}{seen}")
+
+
+def _lies_beside(path: str, pattern: str) -> bool:
+    """Return whether a file lies beside shards, such as `_SUCCESS` and the index of samples, and is not named."""
+    return path.rpartition("/")[2].startswith("_") and "/_" not in f"/{pattern}"
