@@ -1,15 +1,29 @@
 """`write_shards`: writes samples to shards in a store, for `RemoteIterableDataset` and other readers of these formats.
 
-Data path: samples, or a map dataset and the loader's workers -> [writing] -> remote.shard_writing -> store.
+Data path: samples, or a map dataset and the loader's workers -> [writing: encoded] -> remote.shard_writing -> store.
+
+A plain iterable is iterated in one thread, from its beginning to its close: what it opens may belong to that thread.
+Each sample is encoded before the next is asked for, so an iterable may use its buffers again.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
+from contextvars import copy_context
 from functools import partial
-from typing import Any, Protocol, cast
+from itertools import takewhile
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -26,20 +40,23 @@ from asyncloader.formats.parquet_writer import ParquetEncoder
 from asyncloader.formats.tar import TarEncoder
 from asyncloader.formats.tfrecord import TFRecordEncoder
 from asyncloader.loaders.async_loader import AsyncDataLoader
-from asyncloader.remote.sample_source import Samples, SampleSource
-from asyncloader.remote.shard_cutting import ShardCutter
+from asyncloader.remote.shard_cutting import TASK_BYTES, ShardCutter
 from asyncloader.remote.shard_index import ShardNames
 from asyncloader.remote.shard_writing import ShardWriter, WrittenShard
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import Transport
+from asyncloader.transports.blocking import BlockingPool
 from asyncloader.workers.fetch.error_notes import add_note, index_text
 from asyncloader.workers.fetch.sample_errors import MissingSample
 
-TASK_BYTES = 1 << 20
-"""Encoded bytes that a worker's task should have, by the samples so far."""
+MOST_PER_WORKER = 256
+"""Most samples of a worker's task."""
 
-MOST_PER_TASK = 256
-"""Most samples of a task."""
+Samples: TypeAlias = Iterable[Mapping[str, Any]] | AsyncIterable[Mapping[str, Any]]
+
+_R = TypeVar("_R")
+
+_END: Any = object()
 
 _PLAIN: dict[str, type[ShardEncoder]] = {"tar": TarEncoder, "jsonl": JsonlEncoder, "tfrecord": TFRecordEncoder}
 _TYPED: dict[str, type[MdsEncoder | ParquetEncoder]] = {"mds": MdsEncoder, "parquet": ParquetEncoder}
@@ -154,7 +171,7 @@ def write_shards_sync(samples: Samples | MapDataset, url: str, **options: Any) -
     return run_in_thread(write_shards(samples, url, **options))
 
 
-def _source(samples: Any, workers: int, context: Any) -> SampleSource | _MapSource:
+def _source(samples: Any, workers: int, context: Any) -> _IterableSource | _MapSource:
     if not isinstance(workers, int) or workers < 0:
         raise ValueError(f"workers should be a number of processes, 0 for none, but got workers={workers!r}")
     iterable = hasattr(samples, "__iter__") or hasattr(samples, "__aiter__")
@@ -168,10 +185,10 @@ def _source(samples: Any, workers: int, context: Any) -> SampleSource | _MapSour
             f"workers={workers} compute the samples of a map dataset, and samples is an iterable, which one process "
             "must iterate: leave out workers=, or give a dataset with __getitem__ and __len__"
         )
-    return SampleSource(samples)
+    return _IterableSource(samples)
 
 
-async def _encoder(name: str, columns: Any, source: SampleSource | _MapSource) -> ShardEncoder:
+async def _encoder(name: str, columns: Any, source: _IterableSource | _MapSource) -> ShardEncoder:
     if name in _PLAIN:
         if columns is not None:
             raise ValueError(f"columns= are for MDS and Parquet; {name} has none")
@@ -192,13 +209,112 @@ async def _encoder(name: str, columns: Any, source: SampleSource | _MapSource) -
         raise ShardWriteError(str(error), number=0, key=str(key or "")) from None
 
 
+class _IterableSource:
+    """The samples of an iterable. `aclose` must be called.
+
+    Args:
+        samples: dictionaries.
+    """
+
+    length = None
+    """The number of samples is not known."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+        self._pool = BlockingPool("samples", 1)
+        self._context = copy_context()
+        self._iterator: Iterator[Any] | None = None
+        self._async_iterator: AsyncIterator[Any] | None = None
+        if isinstance(samples, AsyncIterable):
+            self._async_iterator = aiter(samples)
+        self._first: list[Any] = []  # the first sample, if it was looked at
+        self._stopped = False
+
+    async def first(self) -> Any:
+        """Return the first sample, which `batches` gives, too; None: there is none."""
+        if self._async_iterator is not None:
+            sample = await anext(self._async_iterator, _END)
+        else:
+            sample = await self._in_thread(self._next)
+        self._first = [sample]
+        return None if sample is _END else sample
+
+    async def batches(self, encoder: ShardEncoder, cutter: ShardCutter) -> AsyncGenerator[EncodedSamples, None]:
+        """Encode all samples. Raises the errors of the iterable, after the samples before them.
+
+        Args:
+            encoder: of the samples.
+            cutter: gets them; of no samples yet, as an iterable cannot begin elsewhere.
+        """
+        ended = False
+        while not ended:
+            if self._async_iterator is not None:
+                encoded, ended, error = await self._take_async(encoder, cutter, self._async_iterator)
+            else:
+                encoded, ended, error = await self._in_thread(partial(self._take, encoder, cutter))
+            yield encoded
+            if error is not None:
+                raise error
+
+    async def aclose(self) -> None:
+        """End the thread, after the sample that it is waiting for, and close the iterable if it is a generator."""
+        self._stopped = True
+        try:
+            # Also if the caller is cancelled: what a generator has opened must be closed in its thread.
+            await self._pool.finish(partial(self._context.run, self._close))
+            close = getattr(self._async_iterator, "aclose", None)
+            if close is not None:
+                await close()
+        finally:
+            await self._pool.aclose()
+
+    async def _in_thread(self, call: Callable[[], _R]) -> _R:
+        return await self._pool.run(partial(self._context.run, call))
+
+    async def _take_async(
+        self, encoder: ShardEncoder, cutter: ShardCutter, samples: AsyncIterator[Any]
+    ) -> tuple[EncodedSamples, bool, Exception | None]:
+        """Encode some samples, like `_take`."""
+        batch, sample, error = encoder.batch(), None, None
+        try:
+            while (sample := self._first.pop() if self._first else await anext(samples, _END)) is not _END:
+                if not batch.add(sample) or cutter.is_due(batch):
+                    break
+        except Exception as failed:
+            error = failed
+        return await self._in_thread(batch.finish), sample is _END, error
+
+    # --- in the thread
+
+    def _take(self, encoder: ShardEncoder, cutter: ShardCutter) -> tuple[EncodedSamples, bool, Exception | None]:
+        """Encode some samples; return them, whether they are the last, and the error of the iterable behind them."""
+        batch, sample, error = encoder.batch(), None, None
+        try:
+            while (sample := self._first.pop() if self._first else self._next()) is not _END:
+                if not batch.add(sample) or cutter.is_due(batch) or self._stopped:
+                    break
+        except Exception as failed:
+            error = failed
+        return batch.finish(), sample is _END, error
+
+    def _next(self) -> Any:
+        if self._iterator is None:
+            self._iterator = iter(cast("Iterable[Any]", self._samples))
+        return next(self._iterator, _END)
+
+    def _close(self) -> None:
+        close = getattr(self._iterator, "close", None)
+        if close is not None:
+            close()
+
+
 class _MapSource:
-    """The samples of a map dataset, encoded by the workers of a loader."""
+    """The samples of a map dataset, encoded by the workers of a loader. Its interface is that of `_IterableSource`."""
 
     def __init__(self, dataset: MapDataset, workers: int, context: Any) -> None:
         self._dataset = dataset
         self._workers = workers
-        self._context = context
+        self._context = context if workers else None
         self.length = len(dataset)
 
     async def first(self) -> Any:
@@ -211,18 +327,26 @@ class _MapSource:
 
     async def batches(self, encoder: ShardEncoder, cutter: ShardCutter) -> AsyncGenerator[EncodedSamples, None]:
         """Encode the samples that `cutter` does not have. Raises the dataset's error, after the samples before it."""
-        tasks = _Tasks(cutter, self.length)
+        nbytes = samples = 0  # later samples count more than earlier
+
+        def tasks() -> Iterator[list[int]]:
+            # So tasks of small samples are worth their overhead, and those of large samples take little memory.
+            at = cutter.samples
+            while at < self.length:
+                first, at = at, at + min(MOST_PER_WORKER, max(1, TASK_BYTES * samples // max(nbytes, 1)))
+                yield [*range(first, min(at, self.length))]
+
         loader: AsyncDataLoader[Any] = AsyncDataLoader(
             cast("Any", self._dataset),
-            batch_sampler=tasks,
-            collate_fn=_Collate(encoder),
+            batch_sampler=tasks(),
+            collate_fn=partial(_encode, encoder),
             num_workers=self._workers,
-            multiprocessing_context=self._context if self._workers else None,
+            multiprocessing_context=self._context,
             on_error=_keep_error,
         )
         async with loader, aclosing(cast("Any", aiter(loader))) as batches:
             async for data, sizes, keys, failure, error in batches:
-                tasks.learn(data.nbytes, len(sizes))
+                nbytes, samples = nbytes // 2 + data.nbytes, samples // 2 + len(sizes)
                 found = None if failure is None else EncodingFailure(*failure)
                 yield EncodedSamples([data.numpy().data], sizes.numpy(), keys, found)
                 if isinstance(error, ExceptionWrapper):
@@ -234,32 +358,6 @@ class _MapSource:
         """Do nothing: `batches` closes the loader."""
 
 
-class _Tasks:
-    """A batch sampler whose batches end with a shard, and have about `TASK_BYTES`, or those of a shard, by the samples
-    so far.
-
-    So tasks of small samples are worth their overhead, and those of large samples take little memory.
-    """
-
-    def __init__(self, cutter: ShardCutter, stop: int) -> None:
-        self._cutter = cutter
-        self._next = cutter.samples
-        self._stop = stop
-        self._most_bytes = min(TASK_BYTES, cutter.room)
-        self._bytes = self._samples = 0
-
-    def learn(self, nbytes: int, samples: int) -> None:
-        """Note the size of samples. Later samples count more than earlier."""
-        self._bytes, self._samples = self._bytes // 2 + nbytes, self._samples // 2 + samples
-
-    def __iter__(self) -> Iterator[list[int]]:
-        while self._next < self._stop:
-            number = min(MOST_PER_TASK, max(1, self._most_bytes * self._samples // max(self._bytes, 1)))
-            begin = self._next
-            self._next = min(begin + self._cutter.task(begin, number), self._stop)
-            yield list(range(begin, self._next))
-
-
 def _keep_error(index: Any, error: Exception) -> MissingSample:
     add_note(error, f"raised by the sample at index {index_text(index)}")
     if (worker := get_worker_info()) is None:
@@ -267,20 +365,12 @@ def _keep_error(index: Any, error: Exception) -> MissingSample:
     return MissingSample(ExceptionWrapper((type(error), error, error.__traceback__), f"in worker process {worker.id}"))
 
 
-class _Collate:
-    """Encodes the samples of a task, up to the first that is missing. Tensors reach the main process through the
+def _encode(encoder: ShardEncoder, samples: Sequence[Any]) -> tuple[Any, ...]:
+    """Encode the samples of a task, up to the first that is missing. Tensors reach the main process through the
     workers' rings.
     """
-
-    def __init__(self, encoder: ShardEncoder) -> None:
-        self._encoder = encoder
-
-    def __call__(self, samples: Sequence[Any]) -> tuple[Any, ...]:
-        error = None
-        for at, sample in enumerate(samples):
-            if type(sample) is MissingSample:
-                samples, error = samples[:at], sample.error
-                break
-        data, sizes, keys, failure = self._encoder.encode(samples)
-        joined = np.concatenate([np.empty(0, np.uint8), *(np.frombuffer(piece, np.uint8) for piece in data)])
-        return torch.from_numpy(joined), torch.from_numpy(sizes), keys, failure and tuple(failure), error
+    good = [*takewhile(lambda sample: type(sample) is not MissingSample, samples)]
+    error = samples[len(good)].error if len(good) < len(samples) else None
+    data, sizes, keys, failure = encoder.encode(good)
+    joined = np.concatenate([np.empty(0, np.uint8), *(np.frombuffer(piece, np.uint8) for piece in data)])
+    return torch.from_numpy(joined), torch.from_numpy(sizes), keys, failure and tuple(failure), error

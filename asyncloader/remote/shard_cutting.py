@@ -8,12 +8,17 @@ the samples alone, and not on how they were grouped for encoding.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
-import numpy as np
-
 from asyncloader.errors import ShardWriteError
-from asyncloader.formats.encoder import EncodedSamples, Part, ShardEncoder
+from asyncloader.formats.encoder import EncodedBatch, EncodedSamples, Part, ShardEncoder
+
+TASK_BYTES = 1 << 20
+"""Encoded bytes that are passed on together."""
+
+MOST_PER_TASK = 1024
+"""Most samples that are passed on together."""
 
 
 class CutShard(NamedTuple):
@@ -50,82 +55,64 @@ class ShardCutter:
     ) -> None:
         self._encoder = encoder
         self._max_bytes = max_bytes
-        self._room = max_bytes - encoder.base_bytes
         self._max_samples = max_samples
         self.samples = sample
         """The number of samples that were added, with those before the first."""
         self._shard = shard
         self._parts: list[Part] = []
         self._keys: set[str] = set()
-        self._count = self._bytes = 0
+        self._count, self._size = 0, encoder.base_bytes
 
-    @property
-    def room(self) -> int:
-        """Bytes that the shard which is not complete still takes."""
-        return self._room - self._bytes
-
-    def task(self, first: int, most: int) -> int:
-        """Return how many samples from number `first` on, `most` at most, are to be encoded together: not beyond the
-        shard that `first` comes into if no shard ends before it has `max_samples`.
+    def is_due(self, batch: EncodedBatch) -> bool:
+        """Whether samples are to be added before more are encoded: they are many, or may end the shard, which is then
+        written while an iterable computes the next sample. That may take it hours.
         """
-        if self._max_samples is None:
-            return most
-        return min(most, self._max_samples - (first - self.samples + self._count) % self._max_samples)
+        most = MOST_PER_TASK if self._max_samples is None else min(MOST_PER_TASK, self._max_samples - self._count)
+        return batch.size >= min(TASK_BYTES, self._max_bytes - self._size) or batch.count >= most
 
-    def add(self, encoded: EncodedSamples) -> list[CutShard]:
+    def add(self, encoded: EncodedSamples) -> Iterator[CutShard]:
         """Add samples; return the shards that are complete.
 
         Raises:
             ShardWriteError: a sample is too large for any shard, or has the key of another in its shard.
         """
-        costs = encoded.sizes + self._encoder.sample_bytes
-        ends = np.cumsum(costs)
-        large = np.flatnonzero(costs > self._room)
-        stop = int(large[0]) if len(large) else len(costs)
-        found: list[CutShard] = []
-        first = 0
-        while first < stop:
-            before = int(ends[first] - costs[first])
-            # The first sample that does not fit.
-            last = min(int(np.searchsorted(ends, before + self._room - self._bytes, side="right")), stop)
-            if self._max_samples is not None:
-                last = min(last, first + self._max_samples - self._count)
-            if last > first:
-                self._take(encoded, first, last, int(ends[last - 1]) - before)
-                first = last
-            if first < stop or self._count == self._max_samples:
-                found += self.end()
-        if stop < len(costs):
-            key = encoded.keys[stop] if encoded.keys else ""
-            size = int(costs[stop]) + self._encoder.base_bytes
-            raise ShardWriteError(
-                f"it takes a shard of {size:,} bytes, more than max_bytes={self._max_bytes:,}; raise max_bytes, or "
-                "make it smaller",
-                number=self.samples,
-                key=key,
-            )
-        return found
+        first = 0  # of the samples that are in no part yet
+        for at, size in enumerate((encoded.sizes + self._encoder.sample_bytes).tolist()):
+            if self._count and self._size + size > self._max_bytes:
+                yield self._cut(Part(encoded, first, at))
+                first = at
+            self._check(size, encoded.keys[at] if encoded.keys else "")
+            self._count += 1
+            self._size += size
+            self.samples += 1
+            if self._count == self._max_samples:
+                yield self._cut(Part(encoded, first, at + 1))
+                first = at + 1
+        if first < len(encoded.sizes):
+            self._parts.append(Part(encoded, first, len(encoded.sizes)))
 
-    def end(self) -> list[CutShard]:
+    def end(self) -> Iterator[CutShard]:
         """Return the shard that is not complete, if it has samples."""
-        if not self._count:
-            return []
-        size = self._encoder.base_bytes + self._bytes
-        shard = CutShard(self._shard, self.samples - self._count, self._count, size, self._parts)
-        self._shard += 1
-        self._parts, self._keys, self._count, self._bytes = [], set(), 0, 0
-        return [shard]
+        if self._count:
+            yield self._cut()
 
-    def _take(self, encoded: EncodedSamples, first: int, last: int, size: int) -> None:
-        for at, key in enumerate(encoded.keys[first:last]):
-            if key in self._keys:
-                raise ShardWriteError(
-                    f"another sample of the same shard ({self._shard}) has the same key; give each sample its own",
-                    number=self.samples + at,
-                    key=key,
-                )
-            self._keys.add(key)
-        self._parts.append(Part(encoded, first, last))
-        self._count += last - first
-        self._bytes += size
-        self.samples += last - first
+    def _cut(self, *last: Part) -> CutShard:
+        parts = [part for part in (*self._parts, *last) if part.first < part.stop]
+        shard = CutShard(self._shard, self.samples - self._count, self._count, self._size, parts)
+        self._shard += 1
+        self._parts, self._keys = [], set()
+        self._count, self._size = 0, self._encoder.base_bytes
+        return shard
+
+    def _check(self, size: int, key: str) -> None:
+        text = None
+        if self._size + size > self._max_bytes:
+            text = (
+                f"it takes a shard of {self._size + size:,} bytes, more than max_bytes={self._max_bytes:,}; raise "
+                "max_bytes, or make it smaller"
+            )
+        elif key and key in self._keys:
+            text = f"another sample of the same shard ({self._shard}) has the same key; give each sample its own"
+        if text is not None:
+            raise ShardWriteError(text, number=self.samples, key=key)
+        self._keys.add(key)

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from itertools import count, takewhile
@@ -71,10 +71,6 @@ class WrittenShard(NamedTuple):
     sha256: str
 
 
-class _Stopped(Exception):
-    """Ends a thread whose result is not wanted any more."""
-
-
 class ShardWriter:
     """Writes the shards of one data set.
 
@@ -114,7 +110,6 @@ class ShardWriter:
         self._earlier: Mapping[int, ShardRecord] = {}  # of the run that this one continues or repeats
         self._done: dict[int, ShardRecord] = {}
         self._pool = BlockingPool("shards", max(2, min(8, os.cpu_count() or 1)))
-        self._stopped = False
         self._uploading = self._uploaded_bytes = 0
         self._freed = asyncio.Event()
         self._unsaved = False
@@ -181,7 +176,6 @@ class ShardWriter:
             if failure is not None:
                 raise failure
         finally:
-            self._stopped = True
             self._group = failure = None  # an error's traceback refers to this frame
             await self._pool.aclose()
         if beyond := sorted(self._earlier.keys() - self._done.keys()):
@@ -255,18 +249,12 @@ class ShardWriter:
         """Return the object's bytes, their number, and their digest. In a thread."""
         pieces = self._encoder.assemble(shard.parts)
         if self._compress is not None:
-            pieces = self._compress([*self._until_stopped(pieces)])
+            pieces = self._compress(pieces)
         digest, size = hashlib.sha256(), 0
-        for piece in self._until_stopped(pieces):
+        for piece in pieces:
             digest.update(piece)
             size += memoryview(piece).nbytes
         return pieces, size, digest.hexdigest()
-
-    def _until_stopped(self, pieces: Sequence[Buffer]) -> Iterator[Buffer]:
-        for piece in pieces:
-            if self._stopped:
-                raise _Stopped
-            yield piece
 
     # ------------------------------------------------------------------------------------------------- the index
 
@@ -401,6 +389,5 @@ class ShardWriter:
         await transport.delete(path)
 
     async def aclose(self) -> None:
-        """End the threads; `write` does so, too."""
-        self._stopped = True
+        """Wait for the threads, and end them; `write` does so, too."""
         await self._pool.aclose()

@@ -10,7 +10,7 @@ import pytest
 
 from asyncloader.formats.jsonl import JsonlEncoder
 from asyncloader.formats.tfrecord import TFRecordEncoder
-from asyncloader.remote.sample_source import Samples, SampleSource
+from asyncloader.loaders.writing import Samples, _IterableSource
 from asyncloader.remote.shard_cutting import ShardCutter
 
 
@@ -19,7 +19,7 @@ def cutter(encoder: Any) -> ShardCutter:
 
 
 async def encode(samples: Samples, encoder: Any) -> bytes:
-    source = SampleSource(samples)
+    source = _IterableSource(samples)
     try:
         first = await source.first()
         async with aclosing(source.batches(encoder, cutter(encoder))) as batches:
@@ -72,7 +72,7 @@ async def test_a_generator_lives_in_one_thread() -> None:
         finally:
             threads.append(threading.get_ident())
 
-    source = SampleSource(generator())
+    source = _IterableSource(generator())
     async with aclosing(source.batches(JsonlEncoder(), cutter(JsonlEncoder()))) as batches:
         async for _ in batches:
             break
