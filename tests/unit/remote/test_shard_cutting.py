@@ -60,15 +60,14 @@ def test_cuts_depend_on_the_samples_alone(
 
 def test_a_sample_larger_than_a_shard() -> None:
     """The error has its number among all samples; those before it are not lost."""
-    encoder, before = TarEncoder(), list[int]()
+    encoder, before = TarEncoder(), list[CutShard]()
     cutter = ShardCutter(encoder, 4096, None, sample=100)
     assert [*cutter.add(encoder.encode([{"__key__": "a", "x": b""}]))] == []
     with pytest.raises(
         ShardWriteError, match=r"^sample 102 \('c'\) cannot be written: it takes a shard of 6,656 bytes"
     ):
-        for shard in cutter.add(encoder.encode([{"__key__": "b", "x": b""}, {"__key__": "c", "x": bytes(5000)}])):
-            before.append(shard.samples)
-    assert before == [2]
+        before.extend(cutter.add(encoder.encode([{"__key__": "b", "x": b""}, {"__key__": "c", "x": bytes(5000)}])))
+    assert [each.samples for each in before] == [2]
 
 
 def test_a_key_occurs_once_in_a_shard() -> None:
