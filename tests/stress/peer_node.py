@@ -16,8 +16,7 @@ import torch
 
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.frames import HEADER_BYTES, Header, pack_header, unpack_header
-from asyncloader.service.protocol.msgpack_batches import BatchEncoder
-from asyncloader.service.protocol.msgpack_codec import MSGPACK
+from asyncloader.service.protocol.msgpack_codec import MSGPACK, BatchEncoder
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.workers.ipc import wire

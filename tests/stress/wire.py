@@ -32,8 +32,7 @@ from asyncloader.service.node.admission import Served
 from asyncloader.service.node.server import Node
 from asyncloader.service.protocol.connection import Link
 from asyncloader.service.protocol.handshake import Hello, Welcome, read_opening
-from asyncloader.service.protocol.msgpack_batches import BatchTemplate
-from asyncloader.service.protocol.msgpack_codec import MSGPACK
+from asyncloader.service.protocol.msgpack_codec import MSGPACK, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import Plan, messages, read_plan, read_request

@@ -15,8 +15,7 @@ from asyncloader.base.events import PositionedIndex
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, pack_opening
-from asyncloader.service.protocol.msgpack_batches import BatchEncoder
-from asyncloader.service.protocol.msgpack_codec import MSGPACK
+from asyncloader.service.protocol.msgpack_codec import MSGPACK, BatchEncoder
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest

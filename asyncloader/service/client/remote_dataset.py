@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch.utils.data import Dataset, IterableDataset, default_collate, default_convert
@@ -97,7 +97,9 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
         info = ask_dataset_info(service, defined)
         if info.shuffle is not None:
             return _Shards(defined, service, info)
-        return _KINDS[info.iterable, info.asynchronous, info.length is not None](defined, service, info)
+        sized = info.length is not None
+        kind = _class_for(iterable=info.iterable, asynchronous=info.asynchronous, sized=sized)
+        return kind(defined, service, info)
 
     def __len__(self) -> int:
         return len(self.ask())  # type: ignore[arg-type]
@@ -109,39 +111,26 @@ class UnknownDataset(RemoteDataset, Dataset[Any]):
         return f"{self.defined!r} at {getattr(self._place, 'url', self._place)}"
 
 
-class _Sized(RemoteDataset):
-    def __len__(self) -> int:
-        if self.info.length is None:
-            raise TypeError(f"{self!r} has no length")
-        return self.info.length
+def _length(self: RemoteDataset) -> int:
+    assert self.info.length is not None
+    return self.info.length
 
 
-class _Map(_Sized, Dataset[Any]):
-    def __getitem__(self, index: Any) -> Any:
-        self._is_elsewhere()
+async def _await_elsewhere(self: RemoteDataset, _: Any) -> Any:
+    self._is_elsewhere()
 
 
-class _AsyncMap(_Sized, Dataset[Any]):
-    async def __getitem__(self, index: Any) -> Any:
-        self._is_elsewhere()
-
-
-class _Stream(RemoteDataset, IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        self._is_elsewhere()
-
-
-class _SizedStream(_Sized, _Stream):
-    pass
-
-
-class _AsyncStream(RemoteDataset):
-    def __aiter__(self) -> Any:
-        self._is_elsewhere()
-
-
-class _SizedAsyncStream(_Sized, _AsyncStream):
-    pass
+@cache
+def _class_for(*, iterable: bool, asynchronous: bool, sized: bool) -> type[RemoteDataset]:
+    """Return the class of a kind of datasets: a loader decides by type and methods, as torch's does."""
+    elsewhere = RemoteDataset._is_elsewhere
+    methods: dict[str, Any] = {"__len__": _length} if sized else {}
+    if iterable:
+        methods["__aiter__" if asynchronous else "__iter__"] = elsewhere
+    else:
+        methods["__getitem__"] = _await_elsewhere if asynchronous else elsewhere
+    bases: tuple[Any, ...] = () if iterable and asynchronous else (IterableDataset if iterable else Dataset,)
+    return type("RemoteDataset", (RemoteDataset, *bases), methods)
 
 
 class _Shards(RemoteDataset, ShardStream, IterableDataset[Any]):
@@ -282,17 +271,6 @@ class _FixedStreams(RemoteDataset, PlacedSamples, Dataset[Any]):
             self._planned[:] = [(Catalog(1, 1, plan.fingerprint, batch), plan.samples)]
         catalog, samples = self._planned[0]
         self._planned[:] = [(catalog._replace(batch=batch), samples)]
-
-
-# A loader decides by the type and the methods of its dataset, as torch's does, so each kind has a class.
-_KINDS: dict[tuple[bool, bool, bool], type[RemoteDataset]] = {  # iterable, asynchronous, sized
-    (False, False, True): _Map,
-    (False, True, True): _AsyncMap,
-    (True, False, False): _Stream,
-    (True, False, True): _SizedStream,
-    (True, True, False): _AsyncStream,
-    (True, True, True): _SizedAsyncStream,
-}
 
 
 def locate(arguments: dict[str, Any]) -> dict[str, Any]:

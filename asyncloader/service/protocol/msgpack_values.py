@@ -15,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, Final
 
 import msgspec
@@ -39,7 +40,7 @@ class Kind:
 
 
 LEAF: Final = Kind.LEAF
-"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are in the payload (`msgpack_batches.py`)."""
+"""An array ``[LEAF, number, ...]``: a part of a batch whose bytes are in the payload (`msgpack_codec.py`)."""
 
 MOST_ARRAYS: Final = 100_000
 """Containers of a value, at most, and another for each 8 bytes of its packed form: an empty container is packed in one
@@ -51,7 +52,8 @@ MOST_KEYS: Final = 1 << 20
 numbers are not, and a sender can choose numbers so that a key takes 20 times as long. The worst keys tried take 0.8
 seconds."""
 DEPTH: Final = 64
-"""Containers in containers, at most."""
+"""Arrays in arrays of a packed value, at most."""
+_DEEPEST = DEPTH - 2  # containers in containers: an array of numpy in the last takes two more
 BYTES = 0  # MessagePack extension: msgspec cannot distinguish MessagePack's own bytes from strings in a union
 _PLAIN = frozenset([type(None), bool, float, str])
 _INTEGER = {int}
@@ -97,15 +99,10 @@ def pack(value: Any, special: Callable[[Any], Any] | None = None) -> bytes:
     # would end the connection instead.
     try:
         made = msgspec.msgpack.encode(_flat(value, _Packing(special)))
-    except RecursionError:
-        raise Unsendable("refers to itself, or is nested too deeply to be sent") from None
     except UnicodeEncodeError as error:
         raise Unsendable(
             f"contains a text that is not valid Unicode, {error.object!r:.60}, and cannot be sent"
         ) from None
-    # The first check is cheap, and enough for nearly all values; the second decodes the bytes.
-    if _may_be_deep(made) and not _is_shallow(made):
-        raise Unsendable(f"is nested more than {DEPTH} levels deep, and cannot be sent")
     if len(made) > MOST_ARRAYS and (most := too_many_arrays(made)):
         raise Unsendable(f"has more than {most:,} containers in {len(made):,} bytes: send tensors or arrays")
     return made
@@ -147,19 +144,6 @@ _FIXED = {
 """By the first byte of a number, or of a short extension: its bytes."""
 
 
-def _may_be_deep(data: bytes) -> bool:
-    # Counts bytes that may begin an array; those inside of numbers and texts are counted, too.
-    return len(data) > DEPTH and len(data) - len(data.translate(None, _ARRAY_HEADS)) > DEPTH
-
-
-def _is_shallow(data: bytes) -> bool:
-    try:
-        decoder.decode(data)
-    except msgspec.ValidationError:
-        return False
-    return True
-
-
 def too_many_arrays(data: bytes) -> int:
     """Return the permitted number of containers if the packed value has more; else 0."""
     most = min(MOST_ARRAYS + len(data) // _ARRAY_BYTES, _MOST_ARRAYS_EVER)
@@ -189,13 +173,32 @@ def too_many_arrays(data: bytes) -> int:
 
 
 class _Packing:
-    """State while one value is packed: the function for special types, and the number of keys so far."""
+    """State while one value is packed: the function for special types, the containers around, and the keys so far."""
 
-    __slots__ = ("_keys", "special")
+    __slots__ = ("_depth", "_keys", "special")
 
     def __init__(self, special: Callable[[Any], Any] | None) -> None:
         self.special = special
+        self._depth = 0
         self._keys = 0
+
+    def parts(self, values: Iterable[Any], names: Iterable[Any], step: str, of_each: int = 1) -> list[Any]:
+        """Pack the parts of a container, of which each name has `of_each`.
+
+        `step` leads from the container to a part, as ``[{!r:.40}]``, for errors.
+        """
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise Unsendable(f"is nested more than {_DEEPEST} levels deep, or refers to itself, and cannot be sent")
+        flat: list[Any] = []
+        try:
+            for value in values:
+                flat.append(value if type(value) in _PLAIN else _flat(value, self))  # noqa: PERF401 - counted below
+        except Unsendable as error:
+            error.path = step.format([*names][len(flat) // of_each]) + error.path
+            raise
+        self._depth -= 1
+        return flat
 
     def check_keys(self, values: Any) -> None:
         """Count the keys of a set or dictionary. Raises Unsendable if they are too many."""
@@ -217,12 +220,13 @@ def _flat(value: Any, packing: _Packing) -> Any:
         tag, kinds = Kind.LIST if kind is list else Kind.TUPLE, set(map(type, value))
         # A list of numbers, such as a batch's indices, is packed without a call for each.
         plain = kinds <= _PLAIN or (kinds == _INTEGER and min(value) >= -(1 << 63) and max(value) < 1 << 64)
-        return [tag, *(value if plain else _items(value, packing))]
+        return [tag, *(value if plain else packing.parts(value, range(len(value)), "[{}]"))]
     if kind in _OUR_NAMES:  # named tuples, all of them
-        return [Kind.NAMED, _OUR_NAMES[kind], *_fields(value, kind._fields, packing)]
+        return [Kind.NAMED, _OUR_NAMES[kind], *packing.parts(value, kind._fields, ".{}")]
     if kind is dict or kind is OrderedDict:
         packing.check_keys(value)
-        return [Kind.DICT if kind is dict else Kind.ORDERED, *_pairs(value, packing)]
+        pairs = packing.parts(chain.from_iterable(value.items()), value, "[{!r:.40}]", 2)
+        return [Kind.DICT if kind is dict else Kind.ORDERED, *pairs]
     # Before `_FLAT`: in a batch, tensors and arrays become leaves, and `_FLAT` packs them with their bytes.
     if packing.special is not None and (made := packing.special(value)) is not None:
         return made
@@ -230,54 +234,19 @@ def _flat(value: Any, packing: _Packing) -> Any:
         return _FLAT[kind](value)
     if kind is set or kind is frozenset:
         packing.check_keys(value)
-        return [Kind.SET if kind is set else Kind.FROZENSET, *_items(value, packing)]
+        return [Kind.SET if kind is set else Kind.FROZENSET, *packing.parts(value, value, "[{!r:.40}]")]
     if isinstance(value, np.generic):
         return [Kind.SCALAR, *_array_parts(np.asarray(value))]
     if is_named_tuple(kind):
         if why := why_unrestorable(kind, value):
             raise Unsendable(why)
-        return [Kind.NAMED, name_of(kind), *_fields(value, kind._fields, packing)]
+        return [Kind.NAMED, name_of(kind), *packing.parts(value, kind._fields, ".{}")]
     if dataclasses.is_dataclass(kind):
         return [Kind.NAMED, name_of(kind), *_attributes(value, packing)]
     raise Unsendable(
         f"is a {kind.__module__}.{kind.__qualname__}, which a service does not send: it sends plain values, "
         "containers, tensors, arrays, named tuples and dataclasses"
     )
-
-
-def _at(error: Unsendable, step: str) -> Unsendable:
-    error.path = step + error.path
-    return error
-
-
-def _items(values: Any, packing: _Packing) -> list[Any]:
-    flat = []
-    for number, value in enumerate(values):
-        try:
-            flat.append(_flat(value, packing))
-        except Unsendable as error:
-            raise _at(error, f"[{number}]") from None
-    return flat
-
-
-def _pairs(values: dict[Any, Any], packing: _Packing) -> list[Any]:
-    flat: list[Any] = []
-    for key, value in values.items():
-        try:
-            flat += (_flat(key, packing), _flat(value, packing))
-        except Unsendable as error:
-            raise _at(error, f"[{key!r:.40}]") from None
-    return flat
-
-
-def _fields(value: Any, names: Sequence[str], packing: _Packing) -> list[Any]:
-    flat = []
-    for name in names:
-        try:
-            flat.append(_flat(getattr(value, name), packing))
-        except Unsendable as error:
-            raise _at(error, f".{name}") from None
-    return flat
 
 
 def _attributes(value: Any, packing: _Packing) -> list[Any]:
@@ -289,7 +258,8 @@ def _attributes(value: Any, packing: _Packing) -> list[Any]:
     attributes: dict[str, Any] = {}
     for part in state if isinstance(state, tuple) else (state,):  # those in `__dict__`, and those in `__slots__`
         attributes |= part or {}
-    return [each for pair in zip(attributes, _fields(value, [*attributes], packing), strict=True) for each in pair]
+    values = packing.parts(attributes.values(), attributes, ".{}")
+    return [*chain.from_iterable(zip(attributes, values, strict=True))]
 
 
 def _array_parts(array: np.ndarray[Any, Any]) -> list[Any]:
