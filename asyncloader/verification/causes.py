@@ -40,12 +40,6 @@ _RANDOM: Any = random._inst
 _NUMPY: Any = np.random.mtrand._rand
 
 
-class SearchJob(NamedTuple):
-    """Asks for the causes in the first batches."""
-
-    batches: int
-
-
 class Draw(NamedTuple):
     """A line that draws from a generator of the process; `in_sample`: while the loader makes a sample."""
 
@@ -69,14 +63,14 @@ class Causes:
     unpicklable: tuple[str, CodeLine | None] | None = None
 
 
-def search(make: Callable[[], Any], job: SearchJob) -> Causes:
+def search(batches: int, make: Callable[[], Any], _: Callable[[str], None]) -> Causes:
     """Read some batches, and return the causes that were seen."""
     watch = _Watch()
     with watch.watching():
-        loader = opened(make, RunJob(batches=job.batches, seconds=0))
+        loader = opened(make, RunJob(batches=batches, seconds=0))
         watch.open, watch.found.unpicklable = _open_handles(), _unpicklable(loader)  # now: samples may open more
         with suppress(Exception):  # a run reports the error
-            for _ in islice(loader, job.batches):
+            for _ in islice(loader, batches):
                 pass
     return watch.found
 

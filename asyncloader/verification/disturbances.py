@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-Kind = Literal["plain", "again", "break", "kill", "resume", "ranks"]
+Kind = Literal["plain", "again", "break", "kill", "resume"]
 
 
 class LoaderFacts(NamedTuple):
@@ -26,7 +26,6 @@ class LoaderFacts(NamedTuple):
         asynchronous: whether samples are made concurrently, in coroutines.
         stateful: whether the dataset has a `state_dict`.
         sampler: whether it has a sampler of the user's, which may count its epochs.
-        ranks: whether its batches can be cut into those of two ranks.
     """
 
     name: str
@@ -39,7 +38,6 @@ class LoaderFacts(NamedTuple):
     asynchronous: bool
     stateful: bool
     sampler: bool
-    ranks: bool
 
 
 class Disturbance(NamedTuple):
@@ -48,7 +46,7 @@ class Disturbance(NamedTuple):
     Attributes:
         kind: ``"plain"``: with other workers. ``"again"``: by a loader that has read another epoch. ``"break"``: left
             at a batch, and begun again. ``"kill"``: a worker is killed. ``"resume"``: goes on from a state in a new
-            process. ``"ranks"``: cut into two ranks.
+            process.
         workers: the number of workers.
         method: how they are started; None: without workers.
         at: the batch at which it happens.
@@ -74,8 +72,6 @@ class Disturbance(NamedTuple):
                 return f"a worker killed after batch {self.at}, {some}"
             case "resume":
                 return f"resumed after batch {self.at}, {some}, then {self.then}"
-            case "ranks":
-                return f"2 ranks, {some} each"
 
 
 def disturbances(
@@ -110,8 +106,6 @@ def disturbances(
         kinds.append("resume")
     if not facts.iterable and "threads" not in methods:  # a stream goes on as from a state
         kinds.append("kill")
-    if facts.ranks:
-        kinds.append("ranks")
     first += [drawn(kind, methods[0]) for kind in kinds]
     first += [drawn("plain", method, several) for method in methods[1:]]
     yield from first[:most]

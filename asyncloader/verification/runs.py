@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,9 +28,8 @@ from asyncloader.base.bridge import run_in_thread
 from asyncloader.loaders.async_loader import AsyncDataLoader
 from asyncloader.loaders.loader import DataLoader
 from asyncloader.options.declaration import LoaderSpec
-from asyncloader.samplers.distributed import replicas
 from asyncloader.verification.disturbances import Kind, LoaderFacts
-from asyncloader.verification.tokens import fields, rows, token
+from asyncloader.verification.tokens import fields, token
 from asyncloader.verification.user_code import UserFailure
 from asyncloader.workers.fetch.dataset_kinds import is_async_dataset
 
@@ -108,11 +107,6 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
     options = loader._asyncloader_options if isinstance(loader, LoaderSpec) else None
     kind = type(loader) if options is None or isinstance(loader, DataLoader) else AsyncDataLoader
     iterable = loader._dataset_kind == torch.utils.data._DatasetKind.Iterable
-    size, context = loader.batch_size, loader.multiprocessing_context
-    halves = size is not None and size % 2 == 0 and loader.collate_fn is torch.utils.data.default_collate
-    single = options is None or (options.rank is None and options.group is None and options.balance is None)
-    # A sampler that divides the samples among ranks by itself has no batches of a single rank to compare with.
-    single = single and replicas(loader.sampler, loader.batch_sampler) is None
     return LoaderFacts(
         name=f"{kind.__module__.partition('.')[0]}.{kind.__name__}",
         ours=options is not None,
@@ -120,11 +114,10 @@ def facts(loader: torch.utils.data.DataLoader[Any]) -> LoaderFacts:
         iterable=bool(iterable),
         workers=loader.num_workers,
         threads=options is not None and options.workers == "threads",
-        method=getattr(context, "get_start_method", torch.multiprocessing.get_start_method)(),
+        method=getattr(loader.multiprocessing_context, "get_start_method", torch.multiprocessing.get_start_method)(),
         asynchronous=is_async_dataset(loader.dataset),
         stateful=hasattr(loader.dataset, "state_dict"),
         sampler=not iterable and (type(loader.sampler), type(loader.batch_sampler)) not in _PLAIN_ORDERS,
-        ranks=bool(halves and single and not iterable),
     )
 
 
@@ -147,10 +140,6 @@ def changed(loader: torch.utils.data.DataLoader[Any], **changes: Any) -> DataLoa
         return DataLoader.from_torch(loader, **(always | changes))
 
 
-class LookJob(NamedTuple):
-    """Asks for the facts about the user's loader."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunJob:
     """Asks for the batches of a run. The attributes that `Disturbance` has, too, mean the same.
@@ -160,8 +149,6 @@ class RunJob:
         seconds: after these, counted from the first batch, no further batch is begun.
         ambient: the seed of the process's generators, which no loader may depend on.
         state: where the run goes on, pickled; None: at the beginning.
-        rank: of two; None: of one.
-        rows: whether each sample gets a token.
     """
 
     batches: int
@@ -172,15 +159,10 @@ class RunJob:
     at: int = 0
     ambient: int = 0
     state: bytes | None = None
-    rank: int | None = None
-    rows: bool = False
 
 
-class Batch(NamedTuple):
-    """The tokens of a batch: of its fields, by their paths, and of its samples (None: it has no samples to cut)."""
-
-    fields: dict[str, str]
-    rows: list[str] | None
+Batch: TypeAlias = dict[str, str]
+"""The tokens of a batch's fields, by their paths."""
 
 
 @dataclass
@@ -202,7 +184,7 @@ class RunResult:
     failure: UserFailure | None = None
 
 
-def look(make: Callable[[], Any]) -> LoaderFacts:
+def look(make: Callable[[], Any], _: Callable[[str], None]) -> LoaderFacts:
     """Return the facts about the user's loader, of which a loader that the runs read can be made."""
     loader = make_loader(make, 0)
     found = facts(loader)
@@ -212,9 +194,7 @@ def look(make: Callable[[], Any]) -> LoaderFacts:
 
 def opened(make: Callable[[], Any], job: RunJob) -> DataLoader[Any]:
     """Return the loader of a run."""
-    if job.rank is not None:
-        os.environ |= {"RANK": str(job.rank), "LOCAL_RANK": str(job.rank), "WORLD_SIZE": "2"}
-    loader: Any = make_loader(make, job.ambient)
+    loader = make_loader(make, job.ambient)
     # Of more workers than CPUs, which is the disturbance's doing; the module may make warnings errors.
     warnings.filterwarnings("ignore", message="This DataLoader will create")
     changes: dict[str, Any] = {"num_workers": job.workers, "workers": None}
@@ -222,17 +202,15 @@ def opened(make: Callable[[], Any], job: RunJob) -> DataLoader[Any]:
         changes["workers"] = "threads"
     elif job.workers and job.method:
         changes["multiprocessing_context"] = job.method
-    if job.rank is not None:
-        changes |= {"rank": job.rank, "world_size": 2, "batch_size": loader.batch_size // 2}
     return changed(loader, **changes)
 
 
-def run(make: Callable[[], Any], job: RunJob, note: Callable[[str], None]) -> RunResult:
+def run(job: RunJob, make: Callable[[], Any], note: Callable[[str], None]) -> RunResult:
     """Read the batches of a run.
 
     Args:
-        make: the user's function.
         job: which run.
+        make: the user's function.
         note: gets in words how far the run is; it is read where the process is killed.
     """
     note("the loader was being made")
@@ -277,7 +255,7 @@ def _steps(loader: DataLoader[Any], job: RunJob, result: RunResult) -> Iterator[
             return
         if previous is not None and result.edited is None and token(previous[0]) != previous[1]:
             result.edited = len(result.batches) - 1
-        result.batches.append(Batch(fields(batch), rows(batch) if job.rows else None))
+        result.batches.append(fields(batch))
         if not loader.num_workers:
             previous = (batch, token(batch))
         if job.kind == "kill" and len(result.batches) == job.at:

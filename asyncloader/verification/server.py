@@ -25,8 +25,7 @@ from typing import IO, Any, Self
 import torch
 
 import asyncloader
-from asyncloader.verification.causes import search
-from asyncloader.verification.runs import CannotVerify, LookJob, RunJob, import_target, look, run
+from asyncloader.verification.runs import CannotVerify, import_target
 from asyncloader.verification.user_code import CodeLine, UserFailure, line_of_stacks
 
 _MARGIN_S = 15.0  # for the server to end a late job
@@ -91,6 +90,10 @@ class Interpreter:
 
     def ask(self, job: Any, seconds: float) -> Any:
         """Send a job, which is ended after some seconds, and return its result, or a `UserFailure`.
+
+        Args:
+            job: is called with the user's function, and with a function that notes how far it is.
+            seconds: after which it is ended.
 
         Raises:
             ServerEnded: the server has ended, or does not answer.
@@ -230,13 +233,7 @@ def _carry_out(job: Any, make: Callable[[], Any], writing: Connection, stacks: I
     result: Any
     faulthandler.enable(stacks, all_threads=True)
     try:
-        match job:
-            case LookJob():
-                result = look(make)
-            case RunJob():
-                result = run(make, job, lambda text: writing.send(("note", text)))
-            case _:
-                result = search(make, job)
+        result = job(make, lambda text: writing.send(("note", text)))
     except CannotVerify as error:
         result = error
     except BaseException as error:  # sys.exit() of user code is an answer, too

@@ -1,4 +1,4 @@
-"""Short texts that change when a batch changes, or a field of it, or a sample in it.
+"""Short texts that change when a batch changes, or a field of it.
 
 Data path: batch -> [tokens] -> comparison.
 """
@@ -90,21 +90,3 @@ def _fields(value: Any, path: str, depth: int) -> Iterator[tuple[str, Any]]:
             yield from _fields(inner, f"{path}[{number}]", depth - 1)
     else:
         yield path, sorted(map(token, value)) if isinstance(value, set | frozenset) else value
-
-
-def rows(batch: Any) -> list[str] | None:
-    """Return a token of each sample of a batch that torch's `default_collate` made; None if it cannot be cut."""
-    columns: list[Any] = []
-
-    def collect(value: Any) -> bool:
-        if isinstance(value, Mapping):
-            return all(map(collect, value.values()))
-        texts = isinstance(value, list | tuple) and value and all(isinstance(each, str | bytes) for each in value)
-        if texts or (isinstance(value, torch.Tensor) and value.dim()):
-            columns.append(value)
-            return True
-        return isinstance(value, list | tuple) and all(map(collect, value))
-
-    if not collect(batch) or not columns or len({len(column) for column in columns}) != 1:
-        return None
-    return [token([column[number] for column in columns]) for number in range(len(columns[0]))]

@@ -23,28 +23,14 @@ _MOST_FIELDS = 4
 def difference(expected: Sequence[Batch], got: Sequence[Batch], offset: int = 0) -> int | None:
     """Return the number of the first batch that differs; None if none does."""
     for number, (one, other) in enumerate(zip(expected[offset:], got, strict=False), offset):
-        if one.fields != other.fields:
-            return number
-    return None
-
-
-def joined_difference(expected: Sequence[Batch], ranks: Sequence[Sequence[Batch]]) -> int | None:
-    """Return the first batch whose samples are not those of the ranks' batches, joined in rank order."""
-    for number, (whole, *shares) in enumerate(zip(expected, *ranks, strict=False)):
-        joined: list[str] = []
-        for share in shares:
-            if share.rows is None or whole.rows is None:
-                return None
-            joined += share.rows
-        if joined != whole.rows and len(joined) == len(whole.rows or ()):
+        if one != other:
             return number
     return None
 
 
 def fields_of(expected: Batch, got: Batch) -> str:
     """Return which fields of a batch differ."""
-    one, other = expected.fields, got.fields
-    paths = [path for path in one if one[path] != other.get(path)] or list(other.keys() - one.keys())
+    paths = [path for path in expected if expected[path] != got.get(path)] or list(got.keys() - expected.keys())
     return ", ".join(paths[:_MOST_FIELDS]) + ", ..." * (len(paths) > _MOST_FIELDS)
 
 

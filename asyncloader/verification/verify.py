@@ -9,13 +9,14 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
-from asyncloader.verification.causes import Causes, SearchJob
+from asyncloader.verification.causes import Causes, search
 from asyncloader.verification.disturbances import Disturbance, LoaderFacts, disturbances
-from asyncloader.verification.runs import Batch, LookJob, RunJob, RunResult
+from asyncloader.verification.runs import Batch, RunJob, RunResult, look, run
 from asyncloader.verification.server import Interpreter, ServerEnded
 from asyncloader.verification.user_code import UserFailure
 
@@ -110,13 +111,13 @@ class Verification:
         seconds = self._cap / 2 if self._expected else max(self._seconds / 6, 5.0)
         most = (len(self._expected) or MOST_BATCHES) + self._ends
         values: dict[str, Any] = {"batches": most, "seconds": seconds, **job}
-        answer = (self._elsewhere if elsewhere else self._here).ask(RunJob(**values), self._cap)
+        answer = (self._elsewhere if elsewhere else self._here).ask(partial(run, RunJob(**values)), self._cap)
         return RunResult(failure=answer) if isinstance(answer, UserFailure) else answer
 
     # ------------------------------------------------------------------------------------ the undisturbed run
 
     def _verified(self) -> Iterator[Finding]:
-        facts = self._here.ask(LookJob(), self._cap)
+        facts = self._here.ask(look, self._cap)
         if isinstance(facts, UserFailure):
             yield verdict.broken("make_loader", facts, "making the loader")
             return
@@ -128,7 +129,7 @@ class Verification:
         workers = facts.workers if facts.iterable and facts.workers > 1 else 0
         self._base = {"workers": workers, "method": ("threads" if facts.threads else "fork") if workers else None}
         # The batch behind the last that is compared says only that the epoch goes on.
-        result = self._run(**self._base, rows=True, batches=MOST_BATCHES + 1)
+        result = self._run(**self._base, batches=MOST_BATCHES + 1)
         if result.failure is not None:
             yield verdict.broken("undisturbed run", result.failure, "the undisturbed run")
             return
@@ -147,7 +148,7 @@ class Verification:
             advice = "return new tensors from collate_fn and from samples, not a buffer that is used again"
             yield Finding("aliased batches", "problem", text, advice, {"batch": result.edited})
         first, workers = self._expected[:2], self._base["workers"]
-        if workers > 1 and len(first) == 2 and first[0].fields == first[1].fields:
+        if workers > 1 and len(first) == 2 and first[0] == first[1]:
             alone = self._run(workers=0).batches
             if verdict.difference(alone[:1], alone[1:2]) is not None:
                 text = f"each of {workers} workers gives the same samples"
@@ -173,7 +174,7 @@ class Verification:
             yield Finding("disturbed runs", "note", f"left out, as {why}", "mend what is above first")
 
     def _search(self, batches: int) -> Causes:
-        answer = self._here.ask(SearchJob(batches), self._cap)
+        answer = self._here.ask(partial(search, batches), self._cap)
         return Causes() if isinstance(answer, UserFailure) else answer
 
     # ---------------------------------------------------------------------------------------- the same run again
@@ -230,7 +231,7 @@ class Verification:
             finding = self._differs(each)
             if finding is None:
                 same.append(str(each))
-            elif (cause := _cause(finding)) not in found and not (finding.name == "ranks" and problems):
+            elif (cause := _cause(finding)) not in found:
                 found.add(cause)
                 problems += finding.state == "problem"
                 yield finding
@@ -239,8 +240,6 @@ class Verification:
             yield Finding("disturbed runs", "ok", text, figures={"runs": same})
 
     def _differs(self, each: Disturbance) -> Finding | None:
-        if each.kind == "ranks":
-            return self._ranks(each)
         result = self._run(workers=each.workers, method=each.method, kind=each.kind, at=each.at)
         if result.failure is not None:
             return self._broken(result, each)
@@ -296,22 +295,6 @@ class Verification:
         if self._facts.iterable or self._facts.stateful:
             return verdict.not_resumed(each.at, number, verdict.fields_of(self._expected[number], got))
         return self._other(number, got, each)
-
-    def _ranks(self, each: Disturbance) -> Finding | None:
-        shares: list[Sequence[Batch]] = []
-        for rank in range(2):
-            result = self._run(workers=each.workers, method=each.method, rank=rank, rows=True)
-            if result.failure is not None:
-                return self._broken(result, each)
-            shares.append(result.batches)
-        number = verdict.joined_difference(self._expected, shares)
-        if number is not None:
-            text = f"at step {number} the joined batches of 2 ranks are not the batch of one, with {each}"
-            advice = "let all ranks draw the same order: from one seed and the epoch, not from the rank or the process"
-            return Finding("ranks", "problem", text, advice, {"batch": number})
-        if any(len(share) > len(self._expected) for share in shares):
-            return verdict.goes_on(len(self._expected), str(each))
-        return None
 
 
 def _cause(finding: Finding) -> object:

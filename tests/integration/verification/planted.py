@@ -185,7 +185,7 @@ def database() -> Any:
     return loader(Database())
 
 
-# --------------------------------------------------------------------------------- order, ranks, positions
+# --------------------------------------------------------------------------------- order, positions
 
 
 class FreshOrder(Sampler[int]):
@@ -200,19 +200,6 @@ class FreshOrder(Sampler[int]):
 
 def fresh_order() -> Any:
     return loader(Rows(), sampler=FreshOrder())
-
-
-class ByRank(Sampler[int]):
-    def __len__(self) -> int:
-        return 32
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(int(os.environ.get("RANK", "0")))
-        return iter(torch.randperm(32, generator=generator).tolist())
-
-
-def by_rank() -> Any:
-    return loader(Rows(), sampler=ByRank())
 
 
 class Forgetting(IterableDataset[Any]):
