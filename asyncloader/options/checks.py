@@ -26,9 +26,14 @@ from asyncloader.options.auto import AUTO
 from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
-from asyncloader.workers.fetch.dataset_kinds import assigns_shards, count_streams, is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import (
+    assigns_shards,
+    check_plain,
+    count_streams,
+    is_async_dataset,
+    is_awaited,
+)
 from asyncloader.workers.fetch.decoding import check_decode
-from asyncloader.workers.fetch.plain_calls import check_plain, is_awaited
 from asyncloader.workers.source import THREADS
 
 _SEEDED_RESTARTS = 3

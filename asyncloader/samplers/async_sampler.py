@@ -20,8 +20,8 @@ from asyncloader.ranks.topology import Topology
 from asyncloader.samplers.distributed import Cutter, RankView, Share
 from asyncloader.samplers.index_stream import StateLog
 from asyncloader.samplers.positions import COUNTED, Positions, RestOfPositions
+from asyncloader.workers.fetch.dataset_kinds import check_plain
 from asyncloader.workers.fetch.dataset_state import is_stateful
-from asyncloader.workers.fetch.plain_calls import check_plain
 
 if TYPE_CHECKING:
     from asyncloader.ranks.exchange import RankExchange

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from asyncloader.workers.fetch.dataset_kinds import check_plain
 from asyncloader.workers.fetch.dataset_marks import set_dataset_epoch
-from asyncloader.workers.fetch.plain_calls import check_plain
 
 if TYPE_CHECKING:
     from asyncloader.remote.assignment_state import EpochAssignment

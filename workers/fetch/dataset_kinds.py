@@ -1,18 +1,57 @@
 """Finds out what a dataset is: awaited or not, read by samples or batches, as how many streams; and views of it.
 
-Data path: none; asked before the first fetch.
+Data path: none; asked when a loader is made, or before the first fetch.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
+import types
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, IterDataPipe, StackDataset, Subset
 
 from asyncloader.errors import shortened
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.fetch.plain_calls import is_awaited
+
+_AWAITABLES = ("Awaitable", "Coroutine")  # other names may be those of a sample's type
+
+
+def is_awaited(function: Any) -> bool:
+    """Whether a call gives something to await, as far as the definition shows.
+
+    That is a function that is defined by ``async def``, wraps such a function (`functools.wraps`, `functools.partial`),
+    has an asynchronous ``__call__``, or is annotated to return an ``Awaitable`` or a ``Coroutine``. Where a function is
+    called and not awaited, such a function would run none of its code, without an error.
+    """
+    if not callable(function):
+        return False
+    if type(function) is types.FunctionType and not vars(function):
+        # It wraps no function and has no mark, so that its code says it: this is asked for each epoch.
+        if function.__code__.co_flags & inspect.CO_COROUTINE:
+            return True
+    elif inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+        getattr(type(function), "__call__", None)  # noqa: B004
+    ):
+        return True
+    returned = getattr(function, "__annotations__", {}).get("return")
+    # A string with postponed annotations, else a type or a generic alias.
+    text = returned if isinstance(returned, str) else getattr(returned, "__name__", None) or repr(returned)
+    return text.partition("[")[0].rpartition(".")[2] in _AWAITABLES
+
+
+def check_plain(name: str, function: Any) -> None:
+    """Check that a function does not have to be awaited.
+
+    Raises:
+        TypeError: it does.
+    """
+    if is_awaited(function):
+        raise TypeError(
+            f"{name} is a coroutine function, but it is called, and not awaited: make it a plain function, without "
+            "async"
+        )
 
 
 def is_async_dataset(dataset: Any) -> bool:

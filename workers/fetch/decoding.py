@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.workers.fetch.data_end import not_the_end
-from asyncloader.workers.fetch.plain_calls import is_awaited
+from asyncloader.workers.fetch.dataset_kinds import is_awaited
 from asyncloader.workers.fetch.threads import JobThreads, run_each
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asyncloader.errors import is_about_sample
-from asyncloader.workers.fetch.plain_calls import is_awaited
+from asyncloader.workers.fetch.dataset_kinds import is_awaited
 from asyncloader.workers.fetch.seeding import derive
 
 ATTEMPTS = 16

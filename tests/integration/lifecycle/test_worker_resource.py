@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -83,17 +84,8 @@ class Files:
         Counts.add(open=-1)
         self.write("close", opened.key)
 
-    async def open_async(self, key: int) -> Open:
-        return self.open(key)
-
-    async def close_async(self, opened: Open) -> None:
-        self.close(opened)
-
     def resource(self) -> Any:
         return worker_resource(self.open, self.close, max=MAX)
-
-    def resource_async(self) -> Any:
-        return worker_resource(self.open_async, self.close_async, max=MAX)
 
 
 class Map(Dataset[int]):
@@ -118,10 +110,10 @@ class Map(Dataset[int]):
 
 
 class AsyncMap(Dataset[int]):
-    """Samples that are awaited; the context keeps one object more."""
+    """Samples that are awaited while they use an object; the context keeps one object more."""
 
     def __init__(self, log: Path) -> None:
-        self.files = Files(log).resource_async()
+        self.files = Files(log).resource()
 
     def __len__(self) -> int:
         return LENGTH
@@ -129,16 +121,16 @@ class AsyncMap(Dataset[int]):
     async def __aenter__(self) -> None:
         Counts.add(users=1)
         self.held = self.files(99)
-        await self.held.__aenter__()
+        self.held.__enter__()
 
     async def __aexit__(self, *_: object) -> None:
-        await self.held.__aexit__(None, None, None)
+        self.held.__exit__(None, None, None)
         Counts.add(users=-1)
 
     async def __getitem__(self, index: int) -> int:  # type: ignore[override]
-        with using():
-            async with self.files(index % KEYS) as opened:
-                opened.check(index % KEYS)
+        with using(), self.files(index % KEYS) as opened:
+            await asyncio.sleep(0)
+            opened.check(index % KEYS)
         return index
 
 
@@ -160,18 +152,17 @@ class AsyncStream(IterableDataset[int]):
     """Ditto, awaited."""
 
     def __init__(self, log: Path) -> None:
-        self.files = Files(log).resource_async()
+        self.files = Files(log).resource()
 
     def __iter__(self) -> Iterator[int]:
         raise NotImplementedError
 
     async def __aiter__(self) -> AsyncIterator[int]:
         for key in range(KEYS):
-            with using():
-                async with self.files(key) as opened:
-                    for number in range(4):
-                        opened.check(key)
-                        yield number
+            with using(), self.files(key) as opened:
+                for number in range(4):
+                    opened.check(key)
+                    yield number
 
 
 WAYS: dict[str, dict[str, Any]] = {

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from functools import partial, wraps
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch.utils.data import ChainDataset, ConcatDataset, Dataset, IterableDataset, StackDataset, Subset, TensorDataset
 
-from asyncloader.workers.fetch.dataset_kinds import fetches_batches, fetches_samples, is_async_dataset
+from asyncloader.workers.fetch.dataset_kinds import (
+    check_plain,
+    fetches_batches,
+    fetches_samples,
+    is_async_dataset,
+    is_awaited,
+)
 
 
 class Plain(Dataset[int]):
@@ -113,3 +121,42 @@ def test_a_sample_can_be_fetched_alone_through_views() -> None:
     assert all(map(fetches_samples, can))
     cannot: list[Any] = [batches, Subset(batches, [0]), ConcatDataset([alone, Subset(batches, [0])])]
     assert not any(map(fetches_samples, cannot))
+
+
+# --------------------------------------------------------------------------- functions that have to be awaited
+
+
+class Own:
+    async def awaited(self, sample: Any) -> Any:
+        return sample
+
+    async def __call__(self, sample: Any) -> Any:
+        return sample
+
+
+async def awaited(sample: Any) -> Any:
+    return sample
+
+
+@wraps(awaited)
+def wrapping(sample: Any) -> Any:
+    return sample
+
+
+def annotated(sample: Any) -> Awaitable[Any]:
+    return awaited(sample)
+
+
+@pytest.mark.parametrize("function", [awaited, Own().awaited, Own(), partial(awaited, 1), wrapping, annotated])
+def test_coroutine_functions(function: Any) -> None:
+    """A function, a method, a callable object, a partial, a wrapper and an annotation are recognized."""
+    assert is_awaited(function)
+    with pytest.raises(TypeError, match=r"^f is a coroutine function, .* make it a plain function, without async$"):
+        check_plain("f", function)
+
+
+@pytest.mark.parametrize("function", [abs, Own, lambda x: awaited(abs(x)), MagicMock(), partial(abs, 1), None])
+def test_others(function: Any) -> None:
+    """Calling a class does not call its instances' `__call__`; a plain function's result is not known in advance."""
+    assert not is_awaited(function)
+    check_plain("f", function)
