@@ -444,7 +444,7 @@ class TaskRunner(ErrorAnswers):
             raise
         except Exception as error:
             if not self._setup.iterable:
-                note_collation(error, bare_index(index), None, batched=self._setup.auto_collation)
+                note_collation(error, bare_index(index), batched=self._setup.auto_collation)
             raise
 
     def _answer(

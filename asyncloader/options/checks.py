@@ -33,7 +33,7 @@ from asyncloader.workers.fetch.dataset_kinds import (
     is_async_dataset,
     is_awaited,
 )
-from asyncloader.workers.fetch.decoding import check_decode
+from asyncloader.workers.fetch.sample import check_decode
 from asyncloader.workers.source import THREADS
 
 _SEEDED_RESTARTS = 3

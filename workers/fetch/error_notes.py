@@ -9,7 +9,7 @@ here raises: an exception that takes no notes goes without.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -19,10 +19,8 @@ _ADVICE = {  # by what torch's default collation says
     "<class 'coroutine'>": "a dataset whose samples are awaited needs an `async def __getitem__`",
     "found <class": "samples of this type need a collate_fn",
     "stack expects each tensor to be equal size": "samples of different sizes need a collate_fn that pads or crops",
+    "each element in list of batch should be of equal size": "samples of different lengths need a collate_fn",
 }
-
-_UNEVEN = "each element in list of batch should be of equal size"  # torch's default collation
-
 _MOST_KEY = 200  # characters of a sample's key that are shown
 
 _repr = reprlib.Repr()
@@ -90,41 +88,20 @@ def describe_batch(index: Any) -> str:
     return f"while fetching the batch of indices {index_text(index)}"
 
 
-def note_collation(error: BaseException, index: Any, samples: Any, *, batched: bool) -> None:
+def note_collation(error: BaseException, index: Any, *, batched: bool) -> None:
     """Note on an error of collation the map dataset's batch, or its sample without automatic batching."""
     what = "the batch of indices" if batched else "sample index"
-    indices = index if batched and isinstance(index, Sequence) else ()
-    add_note(error, f"while collating {what} {index_text(index)}{_advice(error, samples, 'index', indices)}")
+    add_note(error, f"while collating {what} {index_text(index)}{_advice(error)}")
 
 
-def note_stream_collation(error: BaseException, first: int, end: int, stream: str | None, samples: Any) -> None:
+def note_stream_collation(error: BaseException, first: int, end: int, stream: str | None) -> None:
     """Note on an error of collation which samples of a stream were collated: those from `first` to ``end - 1``."""
-    whose, advice = "the stream" if stream is None else stream, _advice(error, samples, "number", range(first, end))
-    add_note(error, f"while collating samples number {first} to {end - 1} of {whose}{advice}")
+    whose = "the stream" if stream is None else stream
+    add_note(error, f"while collating samples number {first} to {end - 1} of {whose}{_advice(error)}")
 
 
-def _odd_sample(said: Any, samples: Sequence[Any]) -> tuple[int, str] | None:
-    """Return the number, from 0, of the first sample that lacks the key, or has another length, and words for that.
-    `said`: by the error.
-    """
-    first = samples[0]
-    for number, each in enumerate(samples):
-        if isinstance(first, Mapping) and said in first and said not in each:
-            return number, f"has no key {_repr.repr(said)}"
-        if isinstance(first, list | tuple) and _UNEVEN in str(said) and len(each) != len(first):
-            return number, f"has length {len(each)}, and the first of the batch {len(first)}"
-    within = first if isinstance(first, Mapping) else range(len(first)) if isinstance(first, list | tuple) else ()
-    return next(filter(None, (_odd_sample(said, [each[key] for each in samples]) for key in within)), None)
-
-
-def _advice(error: BaseException, samples: Any, name: str, indices: Sequence[Any]) -> str:
+def _advice(error: BaseException) -> str:
     said = error.args[0] if error.args else None
-    if type(error) in (KeyError, RuntimeError):
-        with suppress(Exception):  # samples may be any objects
-            if (odd := _odd_sample(said, samples)) is not None:
-                # Where samples were left out, an index is not that of the sample at its place.
-                which = f"sample {name} {_repr.repr(indices[odd[0]])}" if len(indices) == len(samples) else "a sample"
-                return f" ({which} {odd[1]})"
     if type(error) not in (RuntimeError, TypeError) or not isinstance(said, str):
         return ""
     return next((f" ({advice})" for text, advice in _ADVICE.items() if text in said), "")

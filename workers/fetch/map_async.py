@@ -86,46 +86,28 @@ class AsyncMapFetcher(MapFetcher):
             raise TypeError("__getitems__ gave samples that are still to be awaited: await them in it")
         return samples
 
-    async def _each(
-        self,
-        indices: Sequence[Any],
-        first: BatchPosition | None,
-        failure: Exception | None,
-        records: list[SkippedSample],
+    async def _make_each(
+        self, indices: Sequence[Any], first: BatchPosition | None, records: list[list[SkippedSample]]
     ) -> list[Any]:
         maker = self._maker
-        if maker.handler is None:
+        if maker.handler is not None:
             return await self._gather(
-                indices,
-                lambda item, context: self._start(indices[item], maker.position(first, item), context),
-                len(indices),
-                lambda item, error: maker.note(error, self._request(indices, first, item)),
+                indices, lambda item, _: self._make_tolerant(self._request(indices, first, item), records[item])
             )
-        found: list[list[SkippedSample]] = [[] for _ in indices]
-
-        def start(item: int, _: Context) -> Coroutine[Any, Any, Any]:
-            request = self._request(indices, first, item)
-            if failure is not None:
-                return maker.on_error(request, failure, found[item])
-            return self._make_tolerant(request, found[item])
-
-        try:
-            return await self._gather(indices, start, len(indices))
-        finally:
-            failure = None  # it refers to this frame
-            # Also when an error is raised: records of the samples that were handled before it go along.
-            for one in found:
-                records += one
+        return await self._gather(
+            indices,
+            lambda item, context: self._start(indices[item], maker.position(first, item), context),
+            lambda item, error: maker.note(error, self._request(indices, first, item)),
+        )
 
     async def _gather(
         self,
-        indices: Any,
+        indices: Sequence[Any],
         start: Callable[[int, Context], Coroutine[Any, Any, Any]],
-        count: int,
         failed: Callable[[int, BaseException], None] | None = None,
     ) -> list[Any]:
         """`ConcurrencyLimiter.gather` for the samples of these indices, which are timed."""
-        slow = self._maker.slow
+        slow, count = self._maker.slow, len(indices)
         began, took = perf_counter(), [0.0] * count if slow.timing else None
         samples = await self._limiter.gather(start, count, failed, took)
         # The time that passed, and not that of the samples: many that cost nothing wait for one another.

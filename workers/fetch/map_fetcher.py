@@ -1,7 +1,7 @@
-"""Fetches batches from map datasets: the rules of a batch, and how a blocking dataset is fetched without threads.
+"""Fetches batches from map datasets: the rules of a batch, and how a blocking dataset is fetched, also by threads.
 
-Data path: scheduler -> worker: [map_fetcher -> sample] -> collate -> codec -> ring. `map_async.py` and `map_threads.py`
-have many samples in flight.
+Data path: scheduler -> worker: [map_fetcher -> sample] -> collate -> codec -> ring. Samples that are awaited are
+fetched by `map_async.py`.
 
 Without an error policy and without a seed a batch is made as torch makes it: the same calls of `__getitems__` or
 `__getitem__`, in the same order. In addition errors get a note that says which sample raised.
@@ -11,14 +11,19 @@ In seeded mode each sample has the random numbers of its position. A dataset's o
 and `StackDataset` are read sample by sample, unless the underlying dataset has a `__getitems__` of its own.
 
 If a dataset's own `__getitems__` raises, the sample that raised is unknown. With an error policy the batch is then
-fetched again, sample by sample with `__getitem__`; in seeded mode each sample then has the random numbers of its own
-position instead of the batch's.
+fetched again, sample by sample with `__getitem__`, if it has one; in seeded mode each sample then has the random
+numbers of its own position instead of the batch's.
+
+Threads take samples of the oldest batch first, so a slow sample occupies one thread while later ones start and finish.
+A thread cannot be interrupted: when a sample of a batch raises, or the batch is cancelled, its samples that have not
+begun are skipped, and those that have begun run to their end.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import copy_context
 from functools import partial
 from itertools import pairwise
 from time import perf_counter
@@ -28,7 +33,6 @@ from asyncloader.errors import is_about_sample
 from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
-from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import (
     add_note,
     describe_batch,
@@ -37,10 +41,10 @@ from asyncloader.workers.fetch.error_notes import (
     note_collation,
     note_shard,
 )
-from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
+from asyncloader.workers.fetch.sample import Decoder, SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition
-from asyncloader.workers.fetch.threads import Failure, JobThreads
+from asyncloader.workers.fetch.threads import Failure, JobThreads, run_each
 
 
 class MapFetcher:
@@ -77,7 +81,7 @@ class MapFetcher:
         try:
             return self._collate(samples)
         except Exception as error:
-            note_collation(error, index, samples, batched=self._auto_collation)
+            note_collation(error, index, batched=self._auto_collation)
             raise
 
     async def fetch_async(self, index: Any, records: list[SkippedSample] | None = None) -> Any:
@@ -102,26 +106,20 @@ class MapFetcher:
             first, index = index
         records = [] if records is None else records
         if not self._auto_collation:
-            (sample,) = await self._each([index], first, None, records)
+            (sample,) = await self._each([index], first, records)
             if sample is DROPPED:
                 raise NoSamples
             return sample
         indices = index if isinstance(index, (list, tuple)) else list(index)
-        failure: Exception | None = None
         if self._batched_get:
             try:
                 # The index as the sampler gave it, unless it was an iterator: `list` has used that up.
                 return await self._batch(indices if isinstance(index, Iterator) else index, first)
             except Exception as error:
-                if maker.handler is None or not is_about_sample(error):
+                # Without a `__getitem__` the sample that raised cannot be found, and fails its batch.
+                if maker.handler is None or not maker.one_by_one or not is_about_sample(error):
                     raise
-                # Without a `__getitem__` the sample that raised cannot be found: all of the batch count as bad.
-                if not maker.one_by_one:
-                    failure = error
-        try:
-            samples = await self._each(indices, first, failure, records)
-        finally:
-            failure = None  # it refers to this frame
+        samples = await self._each(indices, first, records)
         if maker.handler is None:
             return samples
         kept = [sample for sample in samples if sample is not DROPPED]
@@ -138,7 +136,7 @@ class MapFetcher:
         try:
             return self._collate(samples) if seeding is None else seeding.collated(self._collate, first, samples)
         except Exception as error:
-            note_collation(error, index, samples, batched=self._auto_collation)
+            note_collation(error, index, batched=self._auto_collation)
             raise
 
     # -------------------------------------------------------------------------------- how samples are made: one by one
@@ -149,36 +147,37 @@ class MapFetcher:
         return samples if self._maker.decoder is None else self._decoded(index, first, samples)
 
     async def _each(
-        self,
-        indices: Sequence[Any],
-        first: BatchPosition | None,
-        failure: Exception | None,
-        records: list[SkippedSample],
+        self, indices: Sequence[Any], first: BatchPosition | None, records: list[SkippedSample]
     ) -> list[Any]:
         """Return the samples in the order of the indices, with `DROPPED` for those that were dropped.
 
         Args:
             indices: one of each sample.
             first: position of the first sample, or of each; None in torch mode.
-            failure: the error of the whole batch, if the sample that raised it is unknown.
-            records: gets the samples that raised.
+            records: gets the samples that raised, in their order.
         """
-        maker = self._maker
-        samples, ends = [], [perf_counter()]
+        if self._maker.handler is None:
+            return await self._make_each(indices, first, [])
+        # A list for each sample, because several may be made at a time.
+        found: list[list[SkippedSample]] = [[] for _ in indices]
         try:
-            for item, index in enumerate(indices):
-                position = maker.position(first, item)
-                if failure is None:
-                    try:
-                        sample = maker.make(index, position)
-                    except Exception as error:
-                        sample = await maker.on_error(self._request(indices, first, item), error, records)
-                else:
-                    sample = await maker.on_error(self._request(indices, first, item), failure, records)
-                samples.append(sample)
-                ends.append(perf_counter())
+            return await self._make_each(indices, first, found)
         finally:
-            failure = None  # it refers to this frame
+            # Also when an error is raised: records of the samples that were handled before it go along.
+            for one in found:
+                records += one
+
+    async def _make_each(
+        self, indices: Sequence[Any], first: BatchPosition | None, records: list[list[SkippedSample]]
+    ) -> list[Any]:
+        maker, samples, ends = self._maker, list[Any](), [perf_counter()]
+        for item, index in enumerate(indices):
+            try:
+                sample = maker.make(index, maker.position(first, item))
+            except Exception as error:
+                sample = await maker.on_error(self._request(indices, first, item), error, records[item])
+            samples.append(sample)
+            ends.append(perf_counter())
         self._note(indices, ends)
         return samples
 
@@ -342,6 +341,82 @@ class MapFetcher:
         except Exception as error:
             add_note(error, describe_sample(index, item, position))
             raise
+
+
+class ThreadMapFetcher(MapFetcher):
+    """Fetches from a blocking map dataset, whose methods are called by several threads.
+
+    Args:
+        maker, auto_collation, collate: as for `MapFetcher`. A decoder without threads of its own runs where the sample
+            was read.
+        threads: the threads.
+    """
+
+    def __init__(
+        self, maker: SampleMaker, auto_collation: bool, collate: Callable[[Any], Any], threads: JobThreads
+    ) -> None:
+        super().__init__(maker, auto_collation, collate)
+        self._threads = threads
+
+    async def _batch(self, index: Any, first: BatchPosition | None) -> Any:
+        def get(_: int) -> Any:
+            return self._get_batch(index, first)
+
+        (samples,) = await run_each(self._threads, get, [copy_context()], [], until_failure=True)
+        if type(samples) is Failure:
+            try:
+                raise samples.error  # with its note
+            finally:
+                del samples  # it refers to an error, whose traceback refers to this frame
+        decoder = self._maker.decoder
+        if decoder is None:
+            return samples
+        return await self._decode_batch(decoder, index, first, list(samples), self._threads)
+
+    async def _make_each(
+        self, indices: Sequence[Any], first: BatchPosition | None, records: list[list[SkippedSample]]
+    ) -> list[Any]:
+        maker, decoder = self._maker, self._maker.decoder
+        # A sample is read by one thread and decoded by another, if decoding has threads of its own.
+        decoding = None if decoder is None else decoder.threads
+        make = maker.make if decoding is None else maker.get
+        handled: set[int] = set()  # whose substitutes are decoded already
+
+        def handle(item: int, error: Exception) -> Any:
+            handled.add(item)
+            try:
+                return run_blocking(maker.on_error(self._request(indices, first, item), error, records[item]))
+            finally:
+                del error  # it refers to this frame
+
+        def read(item: int) -> Any:
+            try:
+                return make(indices[item], maker.position(first, item))
+            except Exception as error:
+                if maker.handler is None:
+                    raise  # not through a coroutine, which cannot raise StopIteration
+                return handle(item, error)
+
+        def decode(item: int) -> Any:
+            if item in handled:
+                return samples[item]
+            assert decoder is not None
+            try:
+                return decoder.call(samples[item])
+            except Exception as error:
+                if maker.handler is None:
+                    raise  # ditto
+                return handle(item, error)
+
+        contexts, took, began = [copy_context() for _ in indices], list[float](), perf_counter()
+        samples = await run_each(self._threads, read, contexts, took, until_failure=True)
+        self._raise_failure(samples, indices, first)
+        if decoding is not None:
+            # In the same contexts, so that decoding goes on with the random numbers of the samples.
+            samples = await run_each(decoding, decode, contexts, took, until_failure=True)
+            self._raise_failure(samples, indices, first)
+        maker.slow.note(took, partial(self._name, indices), perf_counter() - began)
+        return samples
 
 
 def _describe_last(index: Any, indices: Iterator[Any]) -> str:

@@ -28,12 +28,10 @@ from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData, Paused, answered_before
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor, pickle_cursor
-from asyncloader.workers.fetch.decoding import Decoder, make_decode_threads
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
-from asyncloader.workers.fetch.map_fetcher import MapFetcher
-from asyncloader.workers.fetch.map_threads import ThreadMapFetcher
+from asyncloader.workers.fetch.map_fetcher import MapFetcher, ThreadMapFetcher
 from asyncloader.workers.fetch.reader_end import ReaderEnd
-from asyncloader.workers.fetch.sample import SampleMaker
+from asyncloader.workers.fetch.sample import Decoder, SampleMaker
 from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
@@ -88,8 +86,8 @@ class DatasetReader(ReaderEnd):
         self._decode_threads: JobThreads | None = None
         self._decoder: Decoder | None = None
         if setup.decode is not None:
-            if self.asynchronous:
-                self._decode_threads = make_decode_threads(setup.decode, setup.decode_threads)
+            if self.asynchronous and setup.decode_threads:
+                self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
             self._decoder = Decoder(setup.decode, self._decode_threads)
         # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)

@@ -6,24 +6,32 @@ Data path: scheduler -> worker: fetcher -> [sample] -> fetcher -> collate -> cod
 random numbers of a sample are those of its position, whatever happened to other samples; so are those of its substitute
 and of the user's `on_error` function.
 
+The user's `decode` is part of making a sample: it draws from the sample's random numbers, and its errors go the same
+way as those of reading. Where samples are awaited, or fetched by threads, it runs in threads of its own, so that reads
+go on at the same time; for a plain blocking dataset, which could read nothing then, it is called inline.
+
 Rules that blocking and asynchronous fetching share are written once, as coroutines. Blocking fetchers run them with
 `run_blocking`: nothing that they await suspends.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, copy_context
+from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
 from asyncloader.errors import is_about_sample
 from asyncloader.telemetry.slow_samples import SlowSamples
-from asyncloader.workers.fetch.dataset_kinds import fetches_samples
-from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch.data_end import not_the_end
+from asyncloader.workers.fetch.dataset_kinds import fetches_samples, is_awaited
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_shard, note_stream_sample
 from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition, EpochSeeding
+from asyncloader.workers.fetch.threads import JobThreads, run_each
 
 T = TypeVar("T")
 
@@ -43,6 +51,95 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
         # If it suspended, its `finally` blocks run here, and not in the collector.
         coroutine.close()
     raise RuntimeError("asynchronous code suspended where a blocking dataset is fetched")
+
+
+def check_decode(decode: Any, decode_threads: Any) -> None:
+    """Check the options.
+
+    Raises:
+        TypeError: `decode` cannot be called, or would have to be awaited.
+        ValueError: `decode_threads` is no number of threads.
+    """
+    if decode is not None and not callable(decode):
+        raise TypeError(f"decode should be a function of one sample or None, but got decode={decode!r}")
+    if is_awaited(decode):
+        raise TypeError(
+            f"decode={decode!r} is a coroutine function, but decode is called, and not awaited: it is for work that "
+            "takes a CPU. Await in the dataset's own methods instead"
+        )
+    if not isinstance(decode_threads, int) or isinstance(decode_threads, bool) or decode_threads < 0:
+        raise ValueError(
+            f"decode_threads should be a number of threads, 0 to decode inline, but got {decode_threads!r}"
+        )
+
+
+class Decoder:
+    """Runs `decode`.
+
+    Args:
+        function: the user's.
+        threads: where `decode` runs it for an event loop; None: inline.
+    """
+
+    __slots__ = ("_durations", "function", "threads")
+
+    def __init__(self, function: Callable[[Any], Any], threads: JobThreads | None) -> None:
+        self.function = function
+        self.threads = threads
+        # Not a sum: threads that add to it at the same time would lose each other's seconds.
+        self._durations: deque[float] = deque()
+
+    def call(self, sample: Any) -> Any:
+        """Return the decoded sample, made inline."""
+        began = perf_counter()
+        try:
+            return self.function(sample)
+        except (StopIteration, StopAsyncIteration) as error:
+            raise not_the_end(error, "decode") from error
+        finally:
+            self._durations.append(perf_counter() - began)
+
+    def take_seconds(self) -> float:
+        """Return the seconds of the calls, in all threads, that have ended since this method was called last."""
+        seconds = 0.0
+        while self._durations:
+            seconds += self._durations.popleft()
+        return seconds
+
+    def call_in_thread(self, sample: Any, context: Context | None = None) -> asyncio.Future[Any]:
+        """Have a thread decode the sample, in a copy of `context` (default: the current one)."""
+        assert self.threads is not None
+        return self.threads.call(self.call, sample, context)
+
+    async def decode_each(
+        self,
+        samples: Sequence[Any],
+        contexts: Iterable[Context],
+        took: list[float],
+        *,
+        until_failure: bool,
+        threads: JobThreads | None = None,
+    ) -> list[Any]:
+        """Return for each sample, in their order, the decoded sample or a `Failure`. See `run_each`.
+
+        Args:
+            samples: as read. Each is taken out of the sequence in the thread that decodes it, which may make it.
+            contexts: the context of each sample.
+            took: gets the seconds of each sample, in their order.
+            until_failure: begin no samples after one has failed.
+            threads: used if the decoder has none.
+        """
+
+        def decode(item: int) -> Any:
+            return self.call(samples[item])
+
+        return await run_each(self.threads or threads, decode, contexts, took, until_failure=until_failure)
+
+    async def decode(self, sample: Any, context: Context | None = None) -> Any:
+        """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""
+        if self.threads is not None:
+            return await self.call_in_thread(sample, context)
+        return self.call(sample) if context is None else context.copy().run(self.call, sample)
 
 
 class SampleRequest(NamedTuple):

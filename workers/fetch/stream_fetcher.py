@@ -33,9 +33,8 @@ from typing import Any, NamedTuple
 from asyncloader.errors import is_about_sample, is_tried_again, left_a_generator
 from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import EndOfData, StreamErrors, not_the_end, over_after
-from asyncloader.workers.fetch.decoding import Decoder
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
-from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
+from asyncloader.workers.fetch.sample import Decoder, SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
 from asyncloader.workers.fetch.threads import Failure
 
@@ -176,7 +175,7 @@ class StreamFetcher:
         try:
             return collate(data)
         except Exception as error:
-            note_stream_collation(error, self.samples - self._count, self.samples, self._maker.stream, data)
+            note_stream_collation(error, self.samples - self._count, self.samples, self._maker.stream)
             if isinstance(error, StopIteration):  # a `for` loop would take it for the stream's end
                 raise not_the_end(error, "collate_fn") from error
             raise

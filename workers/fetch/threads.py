@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextvars import Context, copy_context
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -103,36 +103,32 @@ class JobThreads:
         return max(1, self._most)
 
     def put(self, job: _Job) -> None:
-        """Have a thread call `job`, in the order of the calls. The job may not raise. After `close`: a no-op."""
+        """Have a thread call `job`, in the order of the calls. The job may not raise. After `close`: a no-op.
+
+        Raises:
+            RuntimeError: not a single thread can be started.
+        """
         if self._closed:
             return  # its result is not wanted
-        self._jobs.put(job)
         # One more thread per job up to the maximum: to know whether one is idle would take another lock.
         if self._started < self._most:
             with self._lock:
-                if self._started >= self._most:  # another thread has started the last between the two looks
-                    return
-                self._started += 1
-                thread = threading.Thread(
-                    target=_work, args=(self._jobs,), name=f"{self._name}-{self._started}", daemon=True
-                )
-                try:
-                    thread.start()
-                except RuntimeError:  # no more threads: use those that exist, or call it here
-                    self._started -= 1
-                    self._most = max(1, self._started)
-                    alone = not self._started
-                else:
-                    self._threads.append(thread)
-                    return
-            # Outside the lock, which the job may need to put another job.
-            if alone:
-                self._work_here()
+                if self._started < self._most:  # another thread may have started the last between the two looks
+                    self._start_one()
+        self._jobs.put(job)
 
-    def _work_here(self) -> None:
-        with contextlib.suppress(Empty):
-            while (job := self._jobs.get_nowait()) is not None:
-                job()
+    def _start_one(self) -> None:
+        name = f"{self._name}-{self._started + 1}"
+        thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads: those that exist do all
+            if not self._threads:
+                raise
+            self._most = self._started
+        else:
+            self._started += 1
+            self._threads.append(thread)
 
     def call(
         self, function: Callable[[Any], Any], argument: Any, context: Context | None = None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
 from asyncloader.workers.fetch.data_end import EndOfData
@@ -20,7 +20,6 @@ from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
-from asyncloader.workers.memory.inline_collate import inline_collate
 from tests.unit.workers.fetch.raising import (
     MODES,
     SEEDED,
@@ -177,40 +176,6 @@ async def test_an_error_of_collation_names_the_batch(mode: str, policy: Any) -> 
         ]
 
 
-class Listed(IterableDataset[Any]):
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.samples)
-
-
-@pytest.mark.parametrize(
-    ("odd", "others", "advice"),
-    [
-        ({"x": 1}, {"x": 1, "y": 2}, "has no key 'y'"),
-        ({"m": {"x": 1}}, {"m": {"x": 1, "y": 2}}, "has no key 'y'"),
-        ((1,), (1, 2), "has length 1, and the first of the batch 2"),
-    ],
-    ids=["key", "key within", "length"],
-)
-async def test_the_sample_that_is_unlike_the_others(odd: Any, others: Any, advice: str) -> None:
-    """Is named where default collation fails, and only there."""
-    samples = [others, others, odd, others]
-    for stream in (False, True):
-        one = reader(Listed(samples) if stream else samples, None, collate_fn=inline_collate())
-        with pytest.raises((KeyError, RuntimeError)) as caught:
-            await fetch(one, None if stream else [0, 1, 2, 3])
-        assert caught.value.__notes__[0].endswith(f" (sample {'number' if stream else 'index'} 2 {advice})")
-
-    def collate(batch: Any) -> Any:
-        raise KeyError("a key of its own")
-
-    with pytest.raises(KeyError) as caught:
-        await fetch(reader(samples, None, collate_fn=collate), [0, 1, 2, 3])
-    assert caught.value.__notes__ == ["while collating the batch of indices [0, 1, 2, 3]"]
-
-
 def test_what_torchs_collation_does_not_say() -> None:
     """For samples that cannot be put together the note has advice; for other errors it has no advice."""
     for error, advice in (
@@ -220,7 +185,7 @@ def test_what_torchs_collation_does_not_say() -> None:
         (TypeError(7), ""),
         (ValueError("found <class"), ""),
     ):
-        note_collation(error, 3, None, batched=False)
+        note_collation(error, 3, batched=False)
         assert error.__notes__[0].startswith(f"while collating sample index 3{advice}")
         assert advice or error.__notes__ == ["while collating sample index 3"]
 

@@ -175,8 +175,8 @@ def test_a_loop_that_is_gone_is_told_nothing() -> None:
     join("jobs-h")
 
 
-async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without threads jobs are slower, but all run; the next call tries again to start a thread."""
+async def test_without_any_thread_a_call_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one or more of them all calls run; the next call tries again to start the first."""
     threads = JobThreads(2, "jobs-i")
 
     def refused(thread: threading.Thread) -> None:
@@ -184,7 +184,10 @@ async def test_without_a_thread_to_be_had_jobs_run_where_they_are_put(monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refused)
-        assert await threads.call(lambda _: threading.current_thread(), None) is threading.current_thread()
-    assert (await threads.call(lambda _: threading.current_thread(), None)).name.startswith("jobs-i")
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threads.call(abs, -1)
+    assert await threads.call(abs, -1) == 1
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert [await threads.call(abs, -number) for number in range(3)] == [0, 1, 2]
     threads.close()
     join("jobs-i")

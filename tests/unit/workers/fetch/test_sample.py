@@ -9,8 +9,8 @@ from contextvars import copy_context
 
 import pytest
 
-from asyncloader.workers.fetch import decoding
-from asyncloader.workers.fetch.decoding import Decoder
+from asyncloader.workers.fetch import sample as making
+from asyncloader.workers.fetch.sample import Decoder
 from asyncloader.workers.fetch.threads import Failure, JobThreads
 
 CALLS, THREADS = 5000, 4
@@ -28,7 +28,7 @@ class Clock(threading.local):
 
 def test_each_threads_seconds_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call is lost between threads that end their calls at the same moment, and each is returned once."""
-    monkeypatch.setattr(decoding, "perf_counter", Clock())
+    monkeypatch.setattr(making, "perf_counter", Clock())
     decoder = Decoder(abs, None)
 
     def decode() -> None:
