@@ -191,11 +191,6 @@ OF_SAMPLES = {
         "import torch\nfor _ in DataLoader([torch.zeros(3), torch.zeros(4)], batch_size=2): pass",
         "while collating the batch of indices [0, 1] (samples of different sizes need a collate_fn that pads or crops)",
     ),
-    "a sample without a key": Mistake(
-        "for _ in DataLoader([{'a': 1}, {}], batch_size=2): pass",
-        "while collating the batch of indices [0, 1] (sample index 1 has no key 'a')",
-        30,
-    ),
     "samples of a type of one's own": Mistake(
         "for _ in DataLoader([object()]): pass",
         "while collating the batch of indices [0] (samples of this type need a collate_fn)",
