@@ -25,14 +25,13 @@ from asyncloader.errors import LoaderClosed, WorkerDied
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.default_signals import each_deferred
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.inbox import Inbox
+from asyncloader.workers.inbox import Inbox, Listener
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.listener import Listener
 from asyncloader.workers.memory.ring import install_fork_hook
 from asyncloader.workers.memory.ring_manager import KeptRings, RingOptions
+from asyncloader.workers.shutdown import stop_at_exit
 from asyncloader.workers.source import WorkerHandle, WorkerSource, shortage_of
 from asyncloader.workers.stacks import Report
-from asyncloader.workers.stopping import stop_at_exit
 from asyncloader.workers.watchdog import TaskWatchdog
 
 _DEATH_SECONDS = 2.0

@@ -1,4 +1,4 @@
-"""Ends worker processes: all of them together, within one deadline.
+"""Ends worker processes: all of them together, within one deadline; and all pools when the process exits.
 
 Data path: none; this is how a pool stops, whatever state it and its workers are in.
 
@@ -19,7 +19,10 @@ import multiprocessing.process
 import warnings
 from collections.abc import Callable, Sequence
 from time import monotonic
+from typing import Any
 
+from asyncloader.base.live_objects import LiveObjects
+from asyncloader.base.process_hooks import at_exit
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.process import WorkerProcess, wait_for_deaths
 from asyncloader.workers.stacks import process_state
@@ -182,3 +185,28 @@ def _describe_given_up(processes: Sequence[WorkerProcess]) -> str:
         f"left behind: {named}. SIGKILL did not end it within {BUDGET:g} s, as when a process waits for a file system "
         "that does not answer; it ends when that does. Look at the storage that the dataset reads from."
     )
+
+
+# ------------------------------------------------------------------------------------------------ at exit
+
+_pools: LiveObjects[Any] = LiveObjects()  # of `WorkerPool`s
+
+
+def stop_at_exit(pool: Any) -> None:
+    """Stop this pool at exit, if it still exists."""
+    # Before multiprocessing's own hook, which would end the workers, its daemonic children, by SIGTERM.
+    at_exit(stop_all_pools)
+    _pools.add(pool)
+
+
+def stop_all_pools() -> None:
+    """Stop all pools of this process, and wait for that: a hook for `at_exit`."""
+    pools = list(_pools)
+    # All are asked before the first is waited for, so that their workers end at the same time.
+    for pool in pools:
+        # A pool that cannot be asked is ended below, like the others.
+        with contextlib.suppress(Exception):
+            pool.detach()
+            pool.request_stop()
+    for pool in pools:
+        pool.stop()  # also waits for a `stop` in progress

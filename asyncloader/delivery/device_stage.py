@@ -32,7 +32,7 @@ from asyncloader.errors import warn_aside
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.listener import Answer
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.memory.ring import Ring
 
 _IN_FLIGHT = 2  # copies in flight when a batch is passed on: one running, one queued

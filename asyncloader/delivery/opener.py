@@ -17,7 +17,7 @@ from asyncloader.errors import warn_aside
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.error_pickle import unwrapped
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.listener import Answer
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
 
 _PICKLE_WARNING_BYTES = 1 << 20

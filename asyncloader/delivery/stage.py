@@ -36,8 +36,8 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.listener import Answer
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import Ready

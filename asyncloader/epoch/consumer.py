@@ -54,7 +54,7 @@ from asyncloader.ranks.agreement import AgreementStage
 from asyncloader.ranks.topology import without_batch
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.listener import Answer
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

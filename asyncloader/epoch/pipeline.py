@@ -47,8 +47,8 @@ from asyncloader.workers.fetch.context import UnexpectedCancellation
 from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
+from asyncloader.workers.inbox import Answer, Listener
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.listener import Answer, Listener
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import WorkerHandle, shortage_of
 

@@ -41,7 +41,7 @@ from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_ex
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.worker_resource import close_idle
-from asyncloader.workers.stopping import stop_all_pools
+from asyncloader.workers.shutdown import stop_all_pools
 
 _CLOSED = "this iterator was shut down"
 

@@ -36,7 +36,7 @@ from asyncloader.telemetry.chrome import (
 if TYPE_CHECKING:
     from asyncloader.errors import WorkerDied
     from asyncloader.telemetry.statistics import Statistics
-    from asyncloader.workers.listener import Answer
+    from asyncloader.workers.inbox import Answer
     from asyncloader.workers.source import WorkerHandle
 
 MOST_RECORDS = 250_000

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from asyncloader.base.events import Deliver
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.layout import PAGE

@@ -16,7 +16,7 @@ from asyncloader.base.events import Action, Deliver, Fail, Finish
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Stage, _serve
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.listener import Answer
+from asyncloader.workers.inbox import Answer
 from tests.delivery.answers import deliver, new_ring
 from tests.delivery.fake import PATIENCE_S
 from tests.delivery.stages import closing

@@ -20,8 +20,8 @@ from asyncloader.base.events import Action, Assign, Deliver, Pull
 from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory import segment
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, slot_count

@@ -11,9 +11,8 @@ cannot be raised as it is, because a coroutine, a future or ``async for`` gives 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
 
-from asyncloader.errors import LoaderError, is_tried_again, left_a_generator
+from asyncloader.errors import LoaderError, left_a_generator
 from asyncloader.workers.fetch.error_notes import add_note
 
 
@@ -40,20 +39,6 @@ def not_the_end(error: BaseException, whose: str) -> RuntimeError:
     for note in getattr(error, "__notes__", ()):
         instead.add_note(note)
     return instead
-
-
-@contextlib.contextmanager
-def answered_before() -> Generator[None]:
-    """Context around the re-reading of an answered batch: what failed it was its answer, and the consumer has that. A
-    store's failure was none: the batch came when it was tried again.
-    """
-    try:
-        yield
-    except EndOfData:
-        raise
-    except Exception as error:
-        if is_tried_again(error):
-            raise
 
 
 # ----------------------------------------------------------------- streams of which `on_error` leaves bad samples out

@@ -25,7 +25,7 @@ from asyncloader.telemetry.counters import Recorder, Stage, TimedCollate
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider
 from asyncloader.workers.fetch.context import DatasetContext
-from asyncloader.workers.fetch.data_end import EndOfData, Paused, answered_before
+from asyncloader.workers.fetch.data_end import EndOfData, Paused
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
@@ -144,8 +144,13 @@ class DatasetReader(ReaderEnd):
             # `_skipping` asks the same, but to enter it takes time.
             with self._skipping(start) if start.skip else contextlib.nullcontext(range(0)) as batches:
                 for _ in batches:
-                    with answered_before():
+                    try:
                         self._fetcher.fetch(self._stream_index)
+                    except EndOfData:
+                        raise
+                    except Exception as error:  # the batch's answer, unless it is a store's failure
+                        if is_tried_again(error):
+                            raise
                     # Counted without a cursor: the batch was delivered before.
                     self._bookmark.batches += 1
         self._first, self._ready = self._bookmark.batches, True

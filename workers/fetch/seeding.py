@@ -23,6 +23,7 @@ import pickle
 import random
 from collections.abc import Callable, Generator, Iterator
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,45 +75,29 @@ class SampleRng:
     from the beginning again.
     """
 
-    __slots__ = ("_key", "_numpy", "_random", "_torch", "info")
-
-    _torch: torch.Generator
-    _numpy: np.random.Generator
-    _random: random.Random
     info: Any
     """The `WorkerInfo` that a worker thread has for this sample. Not set until the sample's code has asked for it."""
 
     def __init__(self, key: int) -> None:
         # Nothing else: this runs once per sample.
-        self._key = key
-
-    @property
-    def key(self) -> int:
+        self.key = key
         """The seed of the process-global generators where samples are made one after the other in a process."""
-        return self._key
 
-    @property
+    @cached_property
     def torch(self) -> torch.Generator:
         """A CPU generator, for ``torch.rand(..., generator=...)``."""
-        if not hasattr(self, "_torch"):
-            self._torch = torch.Generator()
-            # 1, 2 and 3 keep the three generators apart: torch's and Python's have the same engine.
-            self._torch.manual_seed(_mix(self._key ^ 1))
-        return self._torch
+        # 1, 2 and 3 keep the three generators apart: torch's and Python's have the same engine.
+        return torch.Generator().manual_seed(_mix(self.key ^ 1))
 
-    @property
+    @cached_property
     def numpy(self) -> np.random.Generator:
         """A numpy generator (PCG64)."""
-        if not hasattr(self, "_numpy"):
-            self._numpy = np.random.Generator(np.random.PCG64(self._key ^ 2))
-        return self._numpy
+        return np.random.Generator(np.random.PCG64(self.key ^ 2))
 
-    @property
+    @cached_property
     def random(self) -> random.Random:
         """A generator of Python's `random` module."""
-        if not hasattr(self, "_random"):
-            self._random = random.Random(_mix(self._key ^ 3))  # noqa: S311 - augmentation, not secrets
-        return self._random
+        return random.Random(_mix(self.key ^ 3))  # noqa: S311 - augmentation, not secrets
 
 
 WORKERS_OWN: ContextVar[torch.Generator | None] = ContextVar("asyncloader_workers_own", default=None)

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.base.process_hooks import in_forked_child
-from asyncloader.workers.fetch.seeding import WORKERS_OWN, SampleRng, current_sample
+from asyncloader.workers.fetch.seeding import WORKERS_OWN, current_sample
 from asyncloader.workers.fetch.setup import WorkerSetup
 
 _Base: Any = getattr(torch_worker, "_RNG", object)  # torch has it from 2.13 on
@@ -43,34 +44,27 @@ class ThreadRng(_Base):  # type: ignore[misc]
         numpy_seed: that of the numpy generator, of 32 bits.
     """
 
-    __slots__ = ("_key", "_made", "_numpy_seed")
+    _key: int
+    _numpy_seed: Any
 
     def __init__(self, key: int, numpy_seed: Any) -> None:
         # torch's class forbids to set attributes.
-        for name, value in (("_key", key), ("_numpy_seed", numpy_seed), ("_made", {})):
-            object.__setattr__(self, name, value)
+        self.__dict__.update(_key=key, _numpy_seed=numpy_seed)
 
-    @property
+    @cached_property
     def random_generator(self) -> random.Random:
         """A generator of Python's `random` module."""
-        if "random" not in self._made:
-            self._made["random"] = random.Random(self._key)  # noqa: S311 - augmentation, not secrets
-        return self._made["random"]  # type: ignore[no-any-return]
+        return random.Random(self._key)  # noqa: S311 - augmentation, not secrets
 
-    @property
+    @cached_property
     def torch_generator(self) -> torch.Generator:
         """A CPU generator, which `torch.thread_safe_generator` returns."""
-        if "torch" not in self._made:
-            generator = self._made["torch"] = torch.Generator()
-            generator.manual_seed(self._key)
-        return self._made["torch"]  # type: ignore[no-any-return]
+        return torch.Generator().manual_seed(self._key)
 
-    @property
+    @cached_property
     def numpy_generator(self) -> np.random.Generator:
         """A numpy generator."""
-        if "numpy" not in self._made:
-            self._made["numpy"] = np.random.default_rng(self._numpy_seed)
-        return self._made["numpy"]  # type: ignore[no-any-return]
+        return np.random.default_rng(self._numpy_seed)
 
 
 class ContextInfo:
@@ -94,16 +88,12 @@ class ContextInfo:
         if sample is None:
             return self.own
         if not hasattr(sample, "info"):
-            sample.info = self._with(_rng_of(sample))
+            sample.info = self._with(ThreadRng(sample.key, sample.key >> 32))
         return sample.info
 
     def _with(self, rng: ThreadRng) -> Any:
         make: Any = torch_worker.WorkerInfo  # before torch 2.13 it takes any fields
         return make(**self._parts, rng=rng, worker_method="thread")
-
-
-def _rng_of(sample: SampleRng) -> ThreadRng:
-    return ThreadRng(sample.key, sample.key >> 32)
 
 
 _here: ContextVar[Callable[[], Any] | None] = ContextVar("asyncloader_thread_info", default=None)

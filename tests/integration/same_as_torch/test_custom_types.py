@@ -19,8 +19,8 @@ from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.stage import Pinned, PinStage, torch_pin
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.listener import Answer
 from asyncloader.workers.memory.codec import Encoder
 from asyncloader.workers.memory.layout import PAGE
 from asyncloader.workers.memory.ring import Ring

@@ -11,7 +11,7 @@ from torch._utils import ExceptionWrapper
 from asyncloader.delivery.opener import _MOST_ONEOFFS, Opener, raise_worker_error
 from asyncloader.errors import RingMemoryError
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.listener import Answer
+from asyncloader.workers.inbox import Answer
 from asyncloader.workers.memory.ring import Ring
 from tests.delivery import answers
 
