@@ -21,7 +21,6 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import asyncloader
-from tests.helpers.declared_streams import Streams, mark
 
 
 class Pair(NamedTuple):
@@ -174,12 +173,6 @@ class AsyncStream:
 def async_stream(n: int = 41) -> Any:
     """An asynchronous stream."""
     return AsyncStream(n)
-
-
-@asyncloader.definition
-def declared() -> Any:
-    """A dataset that says that it is a number of streams."""
-    return Streams(), {"worker_init_fn": mark}
 
 
 class Broken(Numbers):

@@ -12,10 +12,8 @@ import pytest
 from asyncloader import DataLoader, Service, ServiceUnavailable
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.handshake import Challenge, Hello, Proof, pack_opening, proof
-from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import pack_record, read_record
-from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import PATIENCE_S
@@ -191,11 +189,3 @@ def test_from_every_node(node: NodeProcess, kind: int) -> None:
     ):
         for _ in DataLoader[Any](numbers(), **OPTIONS, workers=Service(proxy.address, wait=1)):
             pass
-
-
-def test_an_epochs_message_does_not_come_over_a_network() -> None:
-    """It would be unpickled by its receiver."""
-    start = EpochStart(None, 3, True, None, 0, 7)
-    assert MSGPACK.load_start(pack(tuple(start))) == start
-    with pytest.raises(ValueError, match="a start of an epoch"):
-        MSGPACK.load_start(pack(tuple(start._replace(message=b"cos\nsystem\n"))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader
-from asyncloader.service.protocol import frames
 from asyncloader.telemetry import spans
 from tests.helpers.trace_events import Found, read_trace
 from tests.service import definitions
@@ -62,27 +60,3 @@ def test_a_node_with_another_clock(node: NodeProcess, tmp_path: Path, monkeypatc
     found = traced(node.tcp, tmp_path / "a.json", definitions.numbers())
     assert found.ways == dict.fromkeys(found.delivered, WAY)
     assert sum(found.spans[track, "tasks"]["batch"] for track in found.tracks[1:]) == 20
-
-
-def test_a_node_that_knows_no_traces(node: NodeProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ignores the wish, and its workers' batches are seen as far as the answers say."""
-    pack_header = frames.pack_header
-
-    def pack_as_before(*args: int, traced: bool = False) -> bytes:
-        del traced
-        return pack_header(*args)
-
-    monkeypatch.setattr("asyncloader.service.protocol.connection.pack_header", pack_as_before)
-    found = traced(node.tcp, tmp_path / "a.json", definitions.numbers())
-    assert len(found.delivered) == 20
-    assert found.ways == dict.fromkeys(found.delivered, WAY)
-    assert not any(found.spans[track, "tasks"]["fetch"] for track in found.tracks[1:])
-
-
-def test_the_wish_is_where_older_nodes_do_not_read() -> None:
-    """They read a header by this layout, in which the byte is one of three that are skipped."""
-    older = struct.Struct("<4sB3xIIQQ")
-    header = frames.pack_header(1, 2, 3, 4, 5, traced=True)
-    assert older.unpack(header) == (b"ALS1", 1, 2, 3, 4, 5)
-    assert frames.unpack_header(header, 9, 9) == (1, 2, 3, 4, 5, True)
-    assert not frames.unpack_header(older.pack(b"ALS1", 1, 2, 3, 4, 5), 9, 9).traced

@@ -49,8 +49,6 @@ class RemoteDataset:
         # the position itself.
         if info.stateful and info.shuffle is None:
             self.state_dict = self.load_state_dict = self._is_elsewhere
-        if info.loader_streams is not None:
-            self.loader_streams = info.loader_streams
 
     async def _ask_plan(self, request: PlanRequest) -> Plan:
         """Have a node plan an epoch. Errors as `ask_plan`."""

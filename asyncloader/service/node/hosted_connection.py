@@ -28,7 +28,7 @@ from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import check_shards
 from asyncloader.telemetry.counters import Recorder
-from asyncloader.workers.fetch.dataset_kinds import assigns_shards, count_streams, is_async_dataset, is_async_stream
+from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_async_dataset, is_async_stream
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
@@ -252,13 +252,7 @@ class ConnectionSetup(NamedTuple):
 
 def dataset_info_of(dataset: Any) -> DatasetInfo:
     """Look at a dataset: its kind and length are the only things of it that a loader plans an epoch with."""
-    iterable = isinstance(dataset, IterableDataset) or is_async_stream(dataset)
-    problem, number = "", None
-    if iterable:
-        try:
-            number = count_streams(dataset)
-        except Exception as error:  # that of the user's attribute, too
-            problem = f"{error}"
+    iterable, problem = isinstance(dataset, IterableDataset) or is_async_stream(dataset), ""
     if assigns_shards(dataset):  # its length would cost a look into each of its shards
         buffer, streams = getattr(dataset, "shuffle_buffer", 0), getattr(dataset, "streams", None)
         fixed = streams, streams is not None and bool(getattr(dataset, "shuffle_shards", False))
@@ -267,12 +261,12 @@ def dataset_info_of(dataset: Any) -> DatasetInfo:
         length = len(dataset)  # pyright: ignore[reportArgumentType] - or the error says that it has none
     except (TypeError, NotImplementedError):  # the two ways in which datasets say that they have none
         length = None
-    if hasattr(type(dataset), "fixed_streams"):  # a Mixture
+    if hasattr(type(dataset), "fixed_streams") or (iterable and getattr(dataset, "loader_streams", None) is not None):
+        why = "whose order the loader computes from its parts" if not iterable else "which has loader_streams"
         problem = (
-            f"a service cannot read a {type(dataset).__name__}, whose order the loader computes from its parts: leave "
-            "out workers=, so that workers of the trainer's machine read it"
+            f"a service cannot read a {type(dataset).__name__}, {why}: leave out workers=, so that workers of the "
+            "trainer's machine read it"
         )
     elif not iterable and length is None:
         problem = f"{type(dataset).__name__} has no length, without which no order can be made of its samples"
-    asynchronous, stateful = is_async_dataset(dataset), is_stateful(dataset)
-    return DatasetInfo(iterable, length, asynchronous, stateful, None, problem, loader_streams=number)
+    return DatasetInfo(iterable, length, is_async_dataset(dataset), is_stateful(dataset), None, problem)

@@ -6,7 +6,7 @@ A message is a header of 32 bytes, a body, and a payload; numbers are little-end
 
     4  the bytes ``ALS1``: the protocol and its version
     1  kind
-    1  1: a task that asks for its spans, for a trace; else 0. Nodes that know no traces do not read it
+    1  1: a task that asks for its spans, for a trace; else 0
     2  zero
     4  bytes of the body
     4  epoch

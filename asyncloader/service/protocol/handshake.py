@@ -32,7 +32,7 @@ from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 if TYPE_CHECKING:
     from asyncloader.service.definition import Defined
 
-PROTOCOL = 5
+PROTOCOL = 6
 MOST_WORKERS = 1 << 16
 MOST_ARGUMENTS = 1 << 16
 """Characters of a definition's arguments as JSON, at most."""
@@ -145,9 +145,6 @@ class Opening(NamedTuple):
             return "this dataset's shards are, or are not, assigned by the loader"
         if self.catalog is not None and (self.catalog.batch > 0) != (info.streams is not None):
             return "this dataset's streams are, or are not, fixed"
-        number, workers = info.loader_streams, self.setup.workers
-        if number is not None and not (self.setup.num_workers == number and self.worker < workers <= number):
-            return f"this dataset is {number} streams, and the loader reads it otherwise"
         return ""
 
 

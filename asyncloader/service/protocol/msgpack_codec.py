@@ -35,7 +35,6 @@ from asyncloader.service.protocol.records import Name, pack_record, read_record
 from asyncloader.service.protocol.unpacking import WireLeaf, build, check, decode, unpack
 from asyncloader.transports import errors as transport_errors
 from asyncloader.workers.error_pickle import UnknownType, describe
-from asyncloader.workers.fetch.dataset_kinds import MOST_STREAMS
 from asyncloader.workers.fetch.dataset_state import Cursor, CursorPacker, PackedCursor
 from asyncloader.workers.fetch.error_notes import take_notes
 from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
@@ -231,18 +230,13 @@ class MsgpackCodec:
     def load_start(self, data: bytes) -> EpochStart:
         """Unpack and check the start of an epoch. Raises ValueError."""
         start: EpochStart = _checked(unpack(data), EpochStart)
-        if len(start.streams) > MOST_STREAMS:
+        # `message`: a loader's own workers would unpickle it. `streams`: no service reads a dataset that has them.
+        numbers = start.shared_seed or 0, start.epoch, start.skip, start.errors, start.stream_key
+        if not _are_counts(*numbers) or start.message or start.streams:
             raise _BrokenRecord
-        streams = tuple(_checked(each, EpochStart) for each in start.streams)
-        for each in (start, *streams):
-            numbers = each.shared_seed or 0, each.epoch, each.skip, each.errors, each.stream_key
-            if not _are_counts(*numbers) or (each is not start and each.streams):
-                raise _BrokenRecord
-            if each.message:  # a loader's own workers would unpickle it
-                raise _BrokenRecord
-            if each.cursor is not None:
-                _check_cursor(each.cursor)
-        return start._replace(streams=streams)
+        if start.cursor is not None:
+            _check_cursor(start.cursor)
+        return start
 
     def template(self, data: bytes) -> BatchTemplate:
         """Read and check the template of a batch. Raises ValueError."""

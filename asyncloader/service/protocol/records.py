@@ -35,7 +35,6 @@ class DatasetInfo(NamedTuple):
         problem: why it cannot be served; empty: it can.
         streams: its number of fixed streams; None: it has none.
         shuffle_shards: of fixed streams, whether their shards are read in another order each epoch.
-        loader_streams: the number of streams that an iterable dataset says that it is; None: each worker reads a copy.
     """
 
     iterable: bool = False
@@ -46,7 +45,6 @@ class DatasetInfo(NamedTuple):
     problem: str = ""
     streams: Count | None = None
     shuffle_shards: bool = False
-    loader_streams: Count | None = None
 
     def difference(self, planned: DatasetInfo) -> str:
         """Describe how this dataset differs from the dataset of the plan; empty: in nothing that a plan needs."""

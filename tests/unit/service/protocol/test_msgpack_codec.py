@@ -80,6 +80,24 @@ def test_an_epoch_may_begin_with_any_cursor(itself: str) -> None:
     assert MSGPACK.load_start(MSGPACK.dumps(tuple(start))) == start
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"epoch": -1},
+        {"streams": (EpochStart(),)},
+        {"message": b"x"},  # would be unpickled
+        {"message": ""},
+        {"cursor": (0,)},
+        {"cursor": Cursor(-1, 0, False, None, None)},
+    ],
+    ids=str,
+)
+def test_a_start_that_no_loader_sends(fields: dict[str, Any]) -> None:
+    """A node's process reads what a loader has sent."""
+    with pytest.raises(ValueError, match="broken stream: a start of an epoch, a cursor"):
+        MSGPACK.load_start(MSGPACK.dumps(tuple(EpochStart(epoch=1)._replace(**fields))))
+
+
 def test_records_arrive_as_they_were() -> None:
     """An index that cannot be sent is replaced by its text."""
     assert MSGPACK.load_records(MSGPACK.dump_records([RECORD])) == [RECORD]
