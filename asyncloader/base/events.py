@@ -124,16 +124,7 @@ class Fail(NamedTuple):
     error: BaseException
 
 
-class StoreFailed(NamedTuple):
-    """A store failed: the consumer gets the error. When it comes again, it calls `Scheduler.again` with the number of
-    this failure, and the tasks that failed are assigned once more.
-    """
-
-    number: int
-    error: Exception
-
-
-Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail | StoreFailed
+Action: TypeAlias = Pull | Assign | Replace | Deliver | Finish | Fail
 
 
 # ------------------------------------------------------------------- outcomes and notices

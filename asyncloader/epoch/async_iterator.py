@@ -31,7 +31,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self
 
 from asyncloader.base.bridge import in_thread
-from asyncloader.base.events import Action, Deliver, Fail, Finish, StoreFailed
+from asyncloader.base.events import Action, Deliver, Fail, Finish
 from asyncloader.base.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.base.shielding import shielded
 from asyncloader.epoch.consumer import NO_BATCH, Consumer, discard
@@ -40,7 +40,7 @@ from asyncloader.epoch.plan import make_pool, open_assignment, start_method, wor
 from asyncloader.epoch.ready_queue import ReadyQueue
 from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.torch_iterator import TorchIterator, shared_seed, warn_over_length
-from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
+from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples, is_tried_again
 from asyncloader.options.declaration import B_co
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.state.progress import Progress
@@ -111,7 +111,7 @@ class AsyncLoaderIterator(Generic[B_co]):
         # Why there are no more batches: None while there are, "" at the end of the epoch. A text, not an exception: a
         # raised one refers to the consumer's frames, and so to the batches that those hold.
         self._ended: str | None = None
-        self._unbegun: BaseException | None = None  # why the epoch could not begin
+        self._raised: BaseException | None = None  # for each further call: a store failed, or the epoch could not begin
         self._closed = False
 
     def _begin(self) -> None:
@@ -222,9 +222,6 @@ class AsyncLoaderIterator(Generic[B_co]):
         try:
             while True:  # once, unless several tasks share this iterator, or all samples of a batch were dropped
                 self._consumer.drain_notices()
-                if self._consumer.again is not None and self._pipeline is not None:
-                    again, self._consumer.again = self._consumer.again, None
-                    self._pipeline.again(again)
                 if items:
                     waited = perf_counter() - begin
                     # Nothing is awaited between this line and the delivery: a cancellation loses no batch.
@@ -285,8 +282,8 @@ class AsyncLoaderIterator(Generic[B_co]):
     async def _wait(self) -> None:
         """Wait until an item may be ready. Raises if no item will come."""
         if self._ended is not None:
-            if self._unbegun is not None:
-                raise said_again(self._unbegun)
+            if self._raised is not None:
+                raise said_again(self._raised)
             raise LoaderClosed(self._ended) if self._ended else EndOfData
         pipeline = self._pipeline
         if pipeline is None:
@@ -312,10 +309,6 @@ class AsyncLoaderIterator(Generic[B_co]):
 
     async def _end(self, item: Action) -> BaseException:
         """End the epoch with this item. Returns the exception to raise."""
-        if isinstance(item, StoreFailed):
-            self._consumer.again = item.number
-            self._queue.wake()  # another task that waits for a batch has come already
-            return item.error
         if isinstance(item, Finish):
             self._ended = ""
             self._progress.finish()
@@ -323,8 +316,8 @@ class AsyncLoaderIterator(Generic[B_co]):
             self._consumer.drain_notices()
             return EndOfData()
         assert isinstance(item, Fail)
-        if not self._yielded and self._ended is None:
-            self._unbegun = said_again(item.error)
+        if self._ended is None and (is_tried_again(item.error) or not self._yielded):
+            self._raised = said_again(item.error)
         self._ended = ""  # raised once; a caller that ignores it gets a normal end next
         await self.aclose()
         return item.error

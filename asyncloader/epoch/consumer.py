@@ -104,8 +104,6 @@ class Consumer(SamplerReading):
         # False if there is nothing to advance here: no sampler, or an async one, which a task of the loop reads.
         self._reads = torch_iter.order is not None
         self._first = True
-        # Number of the store's failure that the user got last, until the pipeline is notified of the next call.
-        self.again: int | None = None
         self.delivery = progress.delivery = Delivery()
         self._opener = Opener(statistics)
         self._pins, self._pin_device = torch_iter._pin_memory, torch_iter._pin_memory_device

@@ -177,11 +177,6 @@ class Pipeline(Listener):
         except Exception as error:
             self._fail(error)
 
-    def again(self, number: int) -> None:
-        """Have the tasks at which a store failed made again: the consumer has come again after this failure."""
-        if not self._closed:
-            self._handle(self._scheduler.again, number)
-
     def close(self) -> asyncio.Task[None] | None:
         """Stop at once. Returns the cancelled task that reads an async source, to be awaited; the next call: None."""
         self._stop()
@@ -253,26 +248,25 @@ class Pipeline(Listener):
             self._statistics.came_oneoff(result.nbytes, rings.too_small_for(result.nbytes), rings.ring_bytes)
         self._completed(worker, result.seq, answer)
 
-    def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped | Exception) -> None:
-        store_failed = isinstance(outcome, Exception)
+    def _completed(self, worker: int, seq: int, outcome: Answer | WorkerFailure | AllDropped) -> None:
         try:
-            decide: Any = self._scheduler.failed if store_failed else self._scheduler.completed
-            self._carry_out(decide(worker, seq, outcome))
+            self._carry_out(self._scheduler.completed(worker, seq, outcome))
         except Exception as error:
             self._fail(error)
-        if self._assigner is not None and not store_failed:
+        if self._assigner is not None:
             self._send_assignments(self._assigner.answered(worker))
 
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """Pass a task's error to the scheduler. See `Listener`."""
-        # Where a store failed, the worker's place is that before the task, and the records come with the batch.
-        head = self._scheduler.head
-        begins = not self._delivers and (head is None or head[0].seq == seq)  # the epoch's first outcome
-        again = is_tried_again(error) and not (begins and worker in self._start_errors)
-        if self._resume_points is not None and not again:
+        if is_tried_again(error):
+            # A store failed. At once, and not behind earlier tasks: other workers may wait for shards that this one
+            # would ask for first. No state counts the task: a loop that goes on from the last delivery makes it again.
+            if not self._scheduler.over:
+                self._fail(error)
+            return
+        if self._resume_points is not None:
             self._resume_points.failed(self._scheduler.copy(worker, seq))
-        failure = WorkerFailure(error, busy, records, unbegun=worker in self._start_errors)
-        self._completed(worker, seq, error if again else failure)
+        self._completed(worker, seq, WorkerFailure(error, busy, records, unbegun=worker in self._start_errors))
 
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]

@@ -22,8 +22,6 @@ rules:
   again under the same sequence numbers: to the replacement if they are bound to this worker or may have caused the
   death, else to any live worker. Tasks that `reassignment.py` finds poisoned are delivered as `Poisoned`. Without
   restarts left the epoch ends with `Fail`.
-* A task at which a store failed is outstanding still, and no batch takes its place. The consumer gets the error
-  (`StoreFailed`); when it comes again, all such tasks are assigned once more, under the same numbers (`again`).
 """
 
 from __future__ import annotations
@@ -46,13 +44,12 @@ from asyncloader.base.events import (
 )
 from asyncloader.epoch.reassignment import Reassignment, quarantined
 from asyncloader.epoch.reorder import ReorderBuffer
-from asyncloader.epoch.store_failures import StoreFailures
 from asyncloader.errors import shortened
 
 Assignment = Literal["round_robin", "least_loaded"]
 
 
-class Scheduler(StoreFailures):
+class Scheduler:
     """The state machine of one epoch.
 
     Args:
@@ -112,14 +109,6 @@ class Scheduler(StoreFailures):
             concurrent=concurrent,
             any_worker=assignment == "least_loaded" and not iterable,
         )
-        # Tasks at which a store failed, until they are assigned again.
-        self._failed: dict[int, Task] = {}
-        self._errors: dict[int, Exception] = {}  # of these, but for the one that was raised
-        self._failures = 0  # number of the last `StoreFailed`
-        self._raised = False  # the consumer has not come again since
-        # Tasks that were unanswered when it did: they may fail by the same outage, which the consumer knows of.
-        self._older: set[int] = set()
-        self._due: set[int] = set()  # workers whose failed tasks are to be assigned again
         self._lane_of = lane_of
         self._serves_streams = False  # whether the copies of the dataset are streams, and not the workers'
         self._next_worker = first_worker  # round robin: the worker that gets the next task
@@ -255,9 +244,6 @@ class Scheduler(StoreFailures):
             candidates = [w for w in candidates if self._recovery.free(w)] or candidates
         return min(candidates, key=self._unanswered.__getitem__, default=None)
 
-    def _count(self, worker: int, change: int) -> None:
-        self._unanswered[worker] += change
-
     def completed(self, worker: int, seq: int, outcome: Any) -> list[Action]:
         """A worker answered a task. `outcome` is opaque here: a batch's descriptor, or a user's error.
 
@@ -280,8 +266,6 @@ class Scheduler(StoreFailures):
             self._recovery.answered(worker, seq)
             waiting = self._send_waiting(worker)
         ready = self._reorder.push(seq, deliver) if self.in_order else [deliver]
-        if self._failed:
-            waiting += self._after_failure(worker)
         if not self.in_order:
             # Nothing is held back, so only the delivery of the batch makes room for another index.
             return [*ready, *waiting]
@@ -339,10 +323,8 @@ class Scheduler(StoreFailures):
         lost = [seq for seq in self._unanswered_tasks if self._owner[seq] == worker]
         poisoned = recovery.died(event, lost)
         # For its stream, for indices that are still to come, or for tasks that are to be made again.
-        # A worker that was excused is replaced for the tasks that it still had.
-        reopened = self._reopen(worker) if self._failed else []
-        left = len(lost) + len(reopened) > len(poisoned)
-        needed = left or (self._active[worker] and (self.iterable or not self._offers_ended))
+        more = self._active[worker] and (self.iterable or not self._offers_ended)
+        needed = more or len(lost) > len(poisoned)
         if poisoned and (self.iterable or not recovery.may_replace(worker)):
             # A stream cannot go on behind a batch that it cannot make.
             task = self._unanswered_tasks[poisoned[0]]
@@ -363,7 +345,7 @@ class Scheduler(StoreFailures):
         else:
             # No task is left for a replacement: the sampler, or this worker's stream, has ended.
             self._active[worker] = False
-        for seq in sorted((*lost, *reopened)) if reopened else lost:
+        for seq in lost:
             if seq not in poisoned:
                 actions += self._assign_again(seq, worker)
         # Last: a poisoned task makes room for another index, whose task must queue behind the reassigned tasks.
@@ -377,6 +359,27 @@ class Scheduler(StoreFailures):
             return []
         self._recovery.up(worker)
         return self._send_waiting(worker)
+
+    def _assign_again(self, seq: int, worker: int) -> list[Action]:
+        """Assign the task to the worker that takes it over; else it waits for the dead worker's replacement."""
+        # Popped and put back: a worker's tasks must be listed in the order in which it gets them.
+        task = self._unanswered_tasks[seq] = self._unanswered_tasks.pop(seq)
+        other = self._recovery.taken_over_by(seq, self._active, self._unanswered)
+        if other is None:
+            # The owner stays the same: the replacement has the dead worker's number.
+            self._recovery.wait(worker, seq)
+            return []
+        self._owner[seq] = other
+        for each, change in ((worker, -1), (other, 1)):
+            self._load[each] += change
+            self._unanswered[each] += change
+        return [Assign(other, task)]
+
+    def _send_waiting(self, worker: int) -> list[Action]:
+        recovery, actions = self._recovery, list[Action]()
+        while (seq := recovery.next_for(worker, recovery.in_hand(worker, self._unanswered[worker]))) is not None:
+            actions.append(Assign(worker, self._unanswered_tasks[seq], recovery.suspected(seq)))
+        return actions
 
     def fail(self, error: BaseException) -> list[Action]:
         """The epoch cannot continue: for example no descriptors are left, or a stream is corrupt."""
@@ -410,13 +413,11 @@ class Scheduler(StoreFailures):
         for seq in [s for s, w in self._owner.items() if w == worker and s in self._unanswered_tasks]:
             del self._owner[seq], self._unanswered_tasks[seq]
             self._load[worker] -= 1
-            self._count(worker, -1)
+            self._unanswered[worker] -= 1
             self._recovery.answered(worker, seq)
             if self.in_order:
                 # Otherwise later batches would wait for a number that never comes.
                 actions += self._reorder.skip(seq)
-        if self._failed:
-            actions += self._after_failure(worker)
         return actions + self._next_of_streams() + self._finish_if_done()
 
     def _finish_if_done(self) -> list[Action]:

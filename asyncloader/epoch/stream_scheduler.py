@@ -156,7 +156,7 @@ class StreamScheduler(Scheduler):
             raise ValueError(f"task {task} was answered but not outstanding (worker {worker})")
         del self._owner[task]
         self._load[worker] -= 1
-        self._count(worker, -1)
+        self._unanswered[worker] -= 1
         self._turns.settle(task)
         self._turns.end(ended.index)
         self._active[worker] = self._turns.serves(worker)
@@ -167,6 +167,4 @@ class StreamScheduler(Scheduler):
         if self.in_order:
             # Otherwise later batches would wait for a number that never comes.
             actions += self._reorder.skip(task)
-        if self._failed:
-            actions += self._after_failure(worker)
         return actions + self._next_of_streams() + self._finish_if_done()

@@ -22,7 +22,7 @@ from time import perf_counter
 from typing import Any
 
 from asyncloader.base.bridge import Bridge, in_thread, run_in_thread
-from asyncloader.base.events import Action, Deliver, Fail, Finish, StoreFailed
+from asyncloader.base.events import Action, Deliver, Fail, Finish
 from asyncloader.base.process_hooks import THIS_PROCESS, own_pid
 from asyncloader.delivery.loader_device import kept_rings_of, transfer_of
 from asyncloader.delivery.opener import raise_worker_error
@@ -33,7 +33,7 @@ from asyncloader.epoch.ready_queue import BlockingQueue
 from asyncloader.epoch.respawn import WorkerRespawner, setup_of
 from asyncloader.epoch.sync_inline import CountedNext, close_at_exit
 from asyncloader.epoch.torch_iterator import shared_seed
-from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples
+from asyncloader.errors import LoaderClosed, LoaderTimeout, TooManySkippedSamples, is_tried_again
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.profiler_ranges import in_range
@@ -77,7 +77,7 @@ class WorkerIterator(CountedNext):
         self._consumer: Consumer | None = None
         self._acquired: Sequence[EpochStart] | None = None  # where newly started workers begin
         self._ended: str | None = None  # as in async_iterator.py
-        self._unbegun: BaseException | None = None  # why the epoch could not begin
+        self._raised: BaseException | None = None  # for each further call: a store failed, or the epoch could not begin
         self._queue = BlockingQueue()
         self._taker: int | None = None  # the thread that is in `next`
         self._taken: deque[Action | None] = deque()  # taken from the queue and not finished; one at most
@@ -166,7 +166,7 @@ class WorkerIterator(CountedNext):
                     self._base_seed = derive(int(self._base_seed), "anew") >> 1
                 self._acquire()
         self._drop_taken()
-        self._ended = self._unbegun = None
+        self._ended = self._raised = None
         self._fresh = True
         self._taker = None  # of the epoch before
         # A new queue: the one before may hold the item with which `_shutdown_workers` woke its readers.
@@ -188,7 +188,6 @@ class WorkerIterator(CountedNext):
         self._respawner = WorkerRespawner(self._pool, setup_of(self), partial(put, None))
         self._pipeline = self._consumer.pipeline(self._pool, put, put, self._respawner)
         self._advance = partial(self._bridge.call_soon, self._pipeline.advance)
-        self._again = self._pipeline.again
         # Queued before any `advance`: the bridge keeps the order of the calls.
         self._bridge.call_soon(self._pipeline.start, self._consumer.offers, starts)
         if self._config.awaits_workers:
@@ -217,8 +216,8 @@ class WorkerIterator(CountedNext):
         try:
             if self._ended is not None:
                 self._drop_taken()
-                if self._unbegun is not None:
-                    raise said_again(self._unbegun)
+                if self._raised is not None:
+                    raise said_again(self._raised)
                 raise StopIteration if not self._ended else LoaderClosed(self._ended)
             if THIS_PROCESS.pid != self._owner:
                 raise LoaderClosed("this iterator belongs to the process that this one was forked from; make a new one")
@@ -237,10 +236,6 @@ class WorkerIterator(CountedNext):
                 consumer.drain_notices()
                 if self._respawner.requests:
                     self._respawner.work()
-                if consumer.again is not None:
-                    # Repeated after Ctrl-C between these lines, which the pipeline ignores.
-                    self._bridge.call_soon(self._again, consumer.again)
-                    consumer.again = None
                 begin = perf_counter()
                 taken = self._taken
                 if not taken:
@@ -318,10 +313,6 @@ class WorkerIterator(CountedNext):
     def _end(self, item: Action) -> BaseException:
         """End the epoch with this item. Returns the exception to raise."""
         consumer = self._consumer
-        if isinstance(item, StoreFailed):
-            if consumer is not None:
-                consumer.again = item.number
-            return item.error
         if isinstance(item, Finish):
             # First: if Ctrl-C ends one of the calls below, the next call ends too, and does not wait for batches.
             self._ended = ""
@@ -334,12 +325,14 @@ class WorkerIterator(CountedNext):
                 consumer.drain_notices()
             return StopIteration()
         assert isinstance(item, Fail)
-        unbegun = not self._rcvd_idx and self._ended is None and self._progress.agreement is None
-        if unbegun:
-            self._unbegun = said_again(item.error)
-        if unbegun and self._persistent_workers and not self._pool.broken:
+        again = self._ended is None and (
+            is_tried_again(item.error) or (not self._rcvd_idx and self._progress.agreement is None)
+        )
+        if again:
+            self._raised = said_again(item.error)
+        if again and self._persistent_workers and not self._pool.broken:
             self._ended = ""
-            self._end_epoch()  # the workers are well: one of them could not begin
+            self._end_epoch()  # the workers are well: a store failed, or one of them could not begin
         else:
             self._fail(item.error)
         return item.error

@@ -29,11 +29,11 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-from asyncloader.base.events import Action, AllDropped, Deliver, Fail, Finish, StoreFailed, WorkerFailure
+from asyncloader.base.events import Action, AllDropped, Deliver, Fail, Finish, WorkerFailure
 from asyncloader.base.live_objects import LiveObjects
 from asyncloader.base.peer_text import block_of, line_of
 from asyncloader.base.process_hooks import at_exit
-from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree
+from asyncloader.errors import LoaderClosed, LoaderError, RanksDisagree, is_tried_again
 from asyncloader.ranks.process_group import RankGroup
 
 _T = TypeVar("_T")
@@ -448,7 +448,7 @@ class AgreementStage:
     def _agreed(self, item: Action) -> list[Action]:
         """The items to forward for this item."""
         try:
-            if isinstance(item, StoreFailed):
+            if isinstance(item, Fail) and is_tried_again(item.error):
                 self._agreement.pause()
                 return [item]
             if isinstance(item, Deliver) and isinstance(item.outcome, AllDropped):

@@ -316,7 +316,9 @@ class Run:
         if at == len(self.expected[epoch]):
             # A worker may have died before it said that its stream is over.
             then = "state" if case.failure == "kill" and not json.loads(state).get("finished", True) else "retry"
-        elif then == "retry" and case.failure in ("kill", "disk"):
+        elif then == "retry" and (
+            case.failure in ("kill", "disk") or (case.failure == "store" and self.reader.workers)
+        ):
             then = "state"  # the epoch may be over with the error
         elif then == "loop" and case.what == "packed" and at > base:
             then = "state"  # once the last window was read, a new loop begins the next epoch

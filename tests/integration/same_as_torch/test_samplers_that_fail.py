@@ -168,8 +168,9 @@ PAIRS = [[2 * number, 2 * number + 1] for number in range(12)]
 def test_its_error_costs_no_batch(
     error: type[Exception], kind: type[Pairs], workers: int, seed: int | None, loop: str
 ) -> None:
-    """With workers the epoch ends there; without, a sampler that can go on, or whose store failed, goes on at the next
-    call. The state does not say that the epoch was finished: a run that resumes reads the rest.
+    """With workers the epoch ends there, and each further call raises a store's error again; without, a sampler that
+    can go on, or whose store failed, goes on at the next call. The state does not say that the epoch was finished: a
+    run that resumes reads the rest.
     """
 
     def run_of(sampler: Pairs) -> Stepwise:
@@ -181,7 +182,10 @@ def test_its_error_costs_no_batch(
         with pytest.raises(error, match="no index"):
             run.step()
         states = [run.loader.state_dict()]
-        if workers or (kind is Generated and error is ValueError):
+        if workers and error is ReadFailed:
+            with pytest.raises(error, match="no index"):
+                run.step()
+        elif workers or (kind is Generated and error is ValueError):
             assert run.rest() == []
             states.append(run.loader.state_dict())
         else:
