@@ -9,11 +9,10 @@ from collections.abc import Callable
 
 from asyncloader.errors import is_tried_again
 from asyncloader.workers.error_pickle import PickledStartError
-from asyncloader.workers.fetch.data_end import EndOfData, Paused, not_the_end
+from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_state import bytes_of
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
-from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.message_codec import MessageCodec
@@ -28,25 +27,6 @@ class ErrorAnswers:
     _codec: MessageCodec
     _reader: DatasetReader | StreamReaders | None
     _ended: bool
-    _store_error: bytes
-    _start_error: bytes | None
-    _unbegun: EpochStart | None
-
-    def _begin(self, reader: DatasetReader | StreamReaders, start: EpochStart) -> None:
-        """Begin an epoch; at the next `_resume` again, if a store fails."""
-        try:
-            reader.begin(start)
-        except Exception as error:
-            self._unbegun = start if is_tried_again(error) else None
-            raise
-
-    def _resume(self) -> None:
-        """Read on: a task comes again, at which a store failed or which followed it."""
-        if self._reader is not None:
-            if self._unbegun is not None:
-                self._begin(self._reader, self._unbegun)
-                self._unbegun = self._start_error = None
-            self._reader.resume()
 
     def _send_skipped_samples(self, epoch: int, seq: int, records: list[SkippedSample]) -> None:
         """Send the records of a task's bad samples. The task's answer must follow."""
@@ -55,10 +35,7 @@ class ErrorAnswers:
     def _answer_error(
         self, epoch: int, seq: int, busy: Callable[[], float], error: BaseException, records: list[SkippedSample]
     ) -> None:
-        if isinstance(error, Paused):
-            self.channel.send_all(wire.pack_answer(wire.ERROR, epoch, seq, busy(), self._store_error))
-            return
-        if records and not is_tried_again(error):  # else they come with the batch, when it is tried again
+        if records and not is_tried_again(error):  # else the epoch ends, and the batch is made again by another
             self._send_skipped_samples(epoch, seq, records)
         if isinstance(error, NoSamples):
             cursor = self._reader.cursor() if self._reader is not None else None
@@ -78,9 +55,7 @@ class ErrorAnswers:
             if not isinstance(error, Exception):  # it would end the main process
                 error = not_the_end(error, "the dataset's code")
             payload = self._codec.dump_error(error, self.worker_id)
-            if is_tried_again(error):
-                self._store_error = payload
-            elif self._reader is not None:
+            if self._reader is not None and not is_tried_again(error):
                 # An error that the user's code raised counts as an answer; a start-up error does not, because nothing
                 # was read.
                 self._reader.failed()

@@ -117,11 +117,6 @@ class StreamReaders:
                 found += reader.first_cursors()
         return found
 
-    def resume(self) -> None:
-        """`DatasetReader.resume` of each: the main process sends all failed tasks of a worker again together."""
-        for reader in self._readers.values():
-            reader.resume()
-
     def taken(self) -> None:
         """`DatasetReader.taken` of the stream that was read last."""
         self._readers[self.copy].taken()

@@ -111,10 +111,7 @@ class TaskRunner(ErrorAnswers):
         self._samples = self._epoch = 0
         self._cpu_mark = self._clock()
         self._ended = False  # this worker's copy of an iterable dataset is exhausted in this epoch
-        self._last_seq = -1  # of the tasks that came in this epoch
         self._start_error: bytes | None = None
-        self._unbegun = None  # a store failed where the dataset began here
-        self._store_error = b""  # the last error of a store
         self._reader: DatasetReader | StreamReaders | None = None
         self._identities: StreamIdentities | None = None  # of the streams, where the worker serves several
         self._context: DatasetContext | None = None  # entered in the event loop before the first task
@@ -246,7 +243,7 @@ class TaskRunner(ErrorAnswers):
         self._install_info(setup, seed, dataset)
         self.asynchronous = reader.asynchronous
         self._initialize(setup)
-        self._begin(reader, start)
+        reader.begin(start)
         if setup.rng_state:
             # After the start-up code, which draws random numbers of its own: the predecessor's go on from here.
             (restore_rng_state if self._identities is None else self._identities.restore)(setup.rng_state)
@@ -323,7 +320,7 @@ class TaskRunner(ErrorAnswers):
     def _reset(self, body: bytes) -> None:
         epoch, payload = wire.unpack_reset(body)
         self._epoch = self._assignments.epoch = epoch
-        self._ended, self._last_seq = False, -1
+        self._ended = False
         # Before the dataset begins, which may take long: from here on no older task writes, so the main process may use
         # the slots of those again.
         self.channel.send_all(wire.pack_reset(wire.RESET_DONE, epoch))
@@ -332,13 +329,13 @@ class TaskRunner(ErrorAnswers):
             return  # the set-up did not unpickle: that error answers every task
         if self._setup.iterable or is_stateful(reader.dataset):
             self._worked = False  # no cursor of its dataset is known before its first answer in this epoch
-        self._start_error = self._unbegun = None
+        self._start_error = None
         start = self._codec.load_start(payload)
         try:
             if not self._initialized:
                 self._initialize(self._setup)  # it raised; no epoch is read without it
             reader.dataset = reseeded_datapipe(reader.dataset, start.shared_seed)
-            self._begin(reader, start)
+            reader.begin(start)
         except self._caught as error:
             self._start_error = self._dump_start_error(error)
         self._send_started()
@@ -356,9 +353,6 @@ class TaskRunner(ErrorAnswers):
         records: list[SkippedSample] = []
         try:
             index = self._codec.loads(packed)
-            if seq <= self._last_seq:
-                self._resume()
-            self._last_seq = seq
             reader = self._reader_or_error()
             encoded = self._fetch(index, records)
             # Before the answer: the main process takes records for those of the task that is answered next.
@@ -387,9 +381,6 @@ class TaskRunner(ErrorAnswers):
         records: list[SkippedSample] = []
         try:
             index = self._codec.loads(packed)
-            if seq <= self._last_seq:
-                self._resume()
-            self._last_seq = seq
             if self._context is not None:
                 await self._enter_context()
             reader = self._reader_or_error()

@@ -20,10 +20,6 @@ class EndOfData(Exception):
     """The sampler, or the stream, has no more."""
 
 
-class Paused(Exception):
-    """A store failed at an earlier batch of the stream, which is to be tried again before this one."""
-
-
 def not_the_end(error: BaseException, whose: str) -> RuntimeError:
     """Return the error to raise instead of a StopIteration or StopAsyncIteration that is not the end; it is its cause.
 

@@ -25,7 +25,7 @@ from asyncloader.telemetry.counters import Recorder, Stage, TimedCollate
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.assignment_client import AssignmentProvider
 from asyncloader.workers.fetch.context import DatasetContext
-from asyncloader.workers.fetch.data_end import EndOfData, Paused
+from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_concurrent
 from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
@@ -101,7 +101,6 @@ class DatasetReader(ReaderEnd):
         if in_worker and alone and self.asynchronous and (setup.seeded is not None or draw_check is not None):
             self._watch = draw_check or GlobalDrawCheck()
         self._lock = asyncio.Lock()
-        self._paused = False  # a store failed at a batch of the stream, and it was not tried again yet
         self._ready = False  # the dataset has begun
         self._first = 0  # batches that were answered before
         self._failure: StateError | None = None
@@ -130,7 +129,7 @@ class DatasetReader(ReaderEnd):
             StateError: the stream ended before the position to resume from.
         """
         self._start = start
-        self._failure, self._paused = None, False
+        self._failure = None
         if self.asynchronous:
             self._ready = False
             self._accept_draws()
@@ -331,8 +330,6 @@ class DatasetReader(ReaderEnd):
             NoSamples: all samples of the batch were dropped. Take the cursor as after a batch.
         """
         if self._setup.iterable:
-            if self._paused:
-                raise Paused
             index = self._stream_index
         if not self._ready:
             assert self._start is not None
@@ -345,8 +342,8 @@ class DatasetReader(ReaderEnd):
             else:
                 with self._generators():
                     batch = self._fetcher.fetch(index, records)
-        except BaseException as error:
-            self._pause_after(error)
+        except BaseException:
+            self._begin_anew()
             raise
         self._record(began)
         return batch
@@ -359,13 +356,11 @@ class DatasetReader(ReaderEnd):
             return await self._timed(self._fetcher.fetch_async(index, records))
         # Held over both steps: a task that arrives after the beginning must not overtake tasks that waited for it.
         async with self._lock:
-            if self._paused:
-                raise Paused
             try:
                 await self._ensure_begun()
                 return await self._next_of_stream(records)
-            except Exception as error:
-                self._pause_after(error)
+            except Exception:
+                self._begin_anew()
                 raise
 
     async def _next_of_stream(self, records: list[SkippedSample] | None) -> Any:
@@ -390,14 +385,12 @@ class DatasetReader(ReaderEnd):
                 self._watch.check()
             return batch
 
-    def _pause_after(self, error: BaseException) -> None:
-        if not self._setup.iterable:
+    def _begin_anew(self) -> None:
+        """A generator that was over before its first batch came begins anew."""
+        if not self._setup.iterable or self._fetcher is None or not self._fetcher.broken:
             return
-        # The worker has been sent later tasks, which must not get the samples of the batch that is tried again.
-        self._paused = self._in_worker and is_tried_again(error)
-        broken = self._fetcher is not None and self._fetcher.broken
-        if broken and self._bookmark.batches == self._first and not assigns_shards(self.dataset):
-            self._ready = False  # a generator that was over before its first batch came begins anew
+        if self._bookmark.batches == self._first and not assigns_shards(self.dataset):
+            self._ready = False
 
     async def _timed(self, fetching: Awaitable[Any]) -> Any:
         began = perf_counter()

@@ -19,13 +19,8 @@ class ReaderEnd:
     dataset: Any
     _fetcher: Any
     _bookmark: Bookmark
-    _paused: bool
     _threads: JobThreads | None
     _decode_threads: JobThreads | None
-
-    def resume(self) -> None:
-        """Read on where a store failed: `fetch` raises `Paused` since then, in a worker, of a stream."""
-        self._paused = False
 
     def taken(self) -> None:
         """The consumer has the stream's batch, or an error in its place. See `StreamFetcher.keeps`."""
