@@ -7,7 +7,6 @@ import os
 import select
 import signal
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self
 
 from torch.utils.data import Dataset
@@ -96,25 +95,3 @@ class StuckAt(Dataset[Any]):
             self.told.tell(f"{os.getpid()}")
             get_stuck(self.how)
         return index
-
-
-class NeverArrives(Dataset[Any]):
-    """Its unpickling never ends. Before, it creates a file named by the pid of the process that unpickles it."""
-
-    def __init__(self, here: Path) -> None:
-        self.here = here
-
-    def __reduce__(self) -> Any:
-        return _arrive, (str(self.here),)
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-def _arrive(here: str) -> NeverArrives:
-    Path(here).joinpath(str(os.getpid())).touch()
-    _pause()
-    return NeverArrives(Path(here))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, DataLoader, RanksDisagree, Recovery, SkippedSample, TooManySkippedSamples
+from asyncloader import DataLoader, RanksDisagree, Recovery, SkippedSample, TooManySkippedSamples
 from tests.helpers.comparing import assert_same
-from tests.helpers.running import BOTH, run_async
+from tests.helpers.running import BOTH
+from tests.helpers.seeded_runs import Stepwise
 
 WORKERS = [0, 1, 2]
 
@@ -41,51 +41,11 @@ class AsyncRotten(Rotten):
         return {"index": index}
 
 
-class RottenStream(IterableDataset[Any]):
-    """An iterator class, which can be read further after an exception."""
-
-    def __init__(self, n: int, bad: set[int]) -> None:
-        self.n = n
-        self.bad = bad
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Counting(self.n, self.bad)
-
-
-class _Counting:
-    def __init__(self, n: int, bad: set[int]) -> None:
-        self.place, self.n, self.bad = 0, n, bad
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self.place == self.n:
-            raise StopIteration
-        self.place += 1
-        if self.place - 1 in self.bad:
-            raise ValueError(f"bad record {self.place - 1}")
-        return self.place - 1
-
-
-class BrokenGenerator(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield 0
-        raise ValueError("cannot be read any further")
-
-
 def run(kind: str, dataset: Any, **options: Any) -> tuple[list[Any], list[SkippedSample], dict[str, float]]:
     """One epoch's batches, the recorded errors, and the statistics."""
     torch.manual_seed(7)
-    if kind == "sync":
-        with DataLoader[Any](dataset, **options) as loader:
-            return list(loader), loader.skipped_samples, loader.stats()
-
-    async def load() -> tuple[list[Any], list[SkippedSample], dict[str, float]]:
-        async with AsyncDataLoader[Any](dataset, **options) as loader:
-            return [batch async for batch in loader], loader.skipped_samples, loader.stats()
-
-    return run_async(load(), kind)
+    with Stepwise(kind, dataset, **options) as run:
+        return run.epoch(), run.loader.skipped_samples, run.loader.stats()
 
 
 def indices(batches: list[Any]) -> list[list[int]]:
@@ -153,46 +113,13 @@ def test_a_dataset_of_bad_samples_is_stopped(kind: str, workers: int) -> None:
         "on_error": "skip",
         "recovery": Recovery(max_skipped_samples=3),
     }
-    dataset = Rotten(20, {0, 2, 4, 6, 8})
-    if kind == "sync":
-        loader = DataLoader[Any](dataset, **options)
-        batches = iter(loader)
-        for _ in range(3):
-            next(batches)
+    with Stepwise(kind, Rotten(20, {0, 2, 4, 6, 8}), **options) as run:
+        run.begin()
+        run.take(3)
         with pytest.raises(TooManySkippedSamples, match=r"max_skipped_samples=3.*index 6, ValueError: bad jpeg 6"):
-            next(batches)
-        assert next(batches, None) is None
-        assert len(loader.skipped_samples) == 4
-        return
-
-    async def load() -> None:
-        async with AsyncDataLoader[Any](dataset, **options) as loader:
-            batches = aiter(loader)
-            for _ in range(3):
-                await anext(batches)
-            with pytest.raises(TooManySkippedSamples):
-                await anext(batches)
-            with pytest.raises(StopAsyncIteration):
-                await anext(batches)
-            assert len(loader.skipped_samples) == 4
-
-    run_async(load())
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", WORKERS)
-def test_stream_goes_on_after_an_exception(kind: str, workers: int) -> None:
-    """An iterator that can be read further after an exception is read further."""
-    got, errors, _ = run(kind, RottenStream(9, {0, 4, 8}), batch_size=3, num_workers=min(1, workers), on_error="skip")
-    assert [batch.tolist() for batch in got] == [[1, 2], [3, 5], [6, 7]]
-    assert [(bad.index, bad.position) for bad in errors] == [(None, 0), (None, 4), (None, 8)]
-
-
-@pytest.mark.parametrize("workers", WORKERS)
-def test_generator_that_raised_is_no_end(workers: int) -> None:
-    """A generator is exhausted after an exception: this must not pass for the stream's end."""
-    with pytest.raises(ValueError, match="cannot be read any further"):
-        list(DataLoader[Any](BrokenGenerator(), batch_size=None, num_workers=min(1, workers), on_error="skip"))
+            run.step()
+        assert run.rest() == []
+        assert len(run.loader.skipped_samples) == 4
 
 
 @pytest.mark.thorough

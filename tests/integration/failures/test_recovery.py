@@ -26,6 +26,7 @@ from tests.helpers.faulty import (
     StatefulRaisingStream,
 )
 from tests.helpers.running import BOTH, KINDS, run_async
+from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:DataLoader worker . died and was replaced:RuntimeWarning")
 
@@ -35,15 +36,8 @@ NONE = Faults(Path("/"), {})
 def epochs_of(kind: str, dataset: Any, epochs: int, **options: Any) -> list[list[Any]]:
     """All batches of `epochs` epochs."""
     torch.manual_seed(7)
-    if kind == "sync":
-        with DataLoader[Any](dataset, **options) as loader:
-            return [list(loader) for _ in range(epochs)]
-
-    async def run() -> list[list[Any]]:
-        async with AsyncDataLoader[Any](dataset, **options) as loader:
-            return [[batch async for batch in loader] for _ in range(epochs)]
-
-    return run_async(run(), kind)
+    with Stepwise(kind, dataset, **options) as run:
+        return [run.epoch() for _ in range(epochs)]
 
 
 def collect(kind: str, dataset: Any, **options: Any) -> list[Any]:

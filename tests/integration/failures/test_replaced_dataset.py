@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, DataLoader, WorkerDied
-from tests.helpers.running import BOTH, run_async
+from asyncloader import WorkerDied
+from tests.helpers.running import BOTH
+from tests.helpers.seeded_runs import Stepwise
 
 OPTIONS: dict[str, Any] = {"batch_size": 2, "num_workers": 2, "persistent_workers": True}
 
@@ -44,27 +45,16 @@ def two_epochs(kind: str, change: Any, *, set_epoch: bool, **options: Any) -> li
     stop = torch.zeros(1, dtype=torch.int64).share_memory_()
     dataset = Levels(stop)
 
-    def between(loader: Any) -> None:
-        change(dataset)
-        stop[0] = 1
-        if set_epoch:
-            loader.set_epoch(5)
-
     def samples(batches: list[Any]) -> list[Any]:
         return [tuple(map(int, sample)) for batch in batches for sample in zip(*batch, strict=True)]
 
-    async def load() -> list[list[Any]]:
-        async with AsyncDataLoader[Any](dataset, **OPTIONS, **options) as loader:
-            first = [batch async for batch in loader]
-            between(loader)
-            return [samples(first), samples([batch async for batch in loader])]
-
-    if kind != "sync":
-        return run_async(load())
-    with DataLoader[Any](dataset, **OPTIONS, **options) as loader:
-        first = list(loader)
-        between(loader)
-        return [samples(first), samples(list(loader))]
+    with Stepwise(kind, dataset, **OPTIONS, **options) as run:
+        first = samples(run.epoch())
+        change(dataset)
+        stop[0] = 1
+        if set_epoch:
+            run.loader.set_epoch(5)
+        return [first, samples(run.epoch())]
 
 
 def raise_level(dataset: Levels) -> None:

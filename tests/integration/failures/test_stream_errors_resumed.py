@@ -13,9 +13,10 @@ from typing import Any, Self
 import pytest
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
-from asyncloader import AsyncDataLoader, DataLoader, Recovery
+from asyncloader import DataLoader, Recovery
 from tests.drawn import scaled
-from tests.helpers.running import BOTH, run_async
+from tests.helpers.running import BOTH
+from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -104,35 +105,18 @@ def outcomes_and_states(
         found.append(next(line for line in str(error).splitlines()[::-1] if "bad" in line).split(": ")[-1])
         assert len(found) < 100, found
 
-    if kind == "sync":
-        with DataLoader[Any](dataset, **options) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = iter(loader)
-            while len(found) != stop:
-                try:
-                    found.append(next(batches).tolist())
-                except StopIteration:
-                    break
-                except ValueError as error:
-                    note(error)
-            return found, loader.state_dict()
-
-    async def run() -> Any:
-        async with AsyncDataLoader[Any](dataset, **options) as loader:
-            if state is not None:
-                loader.load_state_dict(state)
-            batches = aiter(loader)
-            while len(found) != stop:
-                try:
-                    found.append((await anext(batches)).tolist())
-                except StopAsyncIteration:
-                    break
-                except ValueError as error:
-                    note(error)
-            return loader.state_dict()
-
-    return found, run_async(run())
+    with Stepwise(kind, dataset, **options) as run:
+        if state is not None:
+            run.loader.load_state_dict(state)
+        run.begin()
+        while len(found) != stop:
+            try:
+                found.append(run.step().tolist())
+            except StopIteration:
+                break
+            except ValueError as error:
+                note(error)
+        return found, run.loader.state_dict()
 
 
 def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
@@ -147,19 +131,6 @@ def assert_resumes(kind: str, dataset: Any, stop: int, **options: Any) -> None:
         if isinstance(first[-1], str):
             first.pop()
     assert first + rest == whole, (stop, first, rest)
-
-
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("stateful", [False, True])
-def test_a_state_behind_an_error(stateful: bool, workers: int, kind: str) -> None:
-    """The position counts an error once the next outcome is taken: a run that resumes behind it raises it again."""
-    dataset = Stream(26, {0, 5, 6, 13}, stateful=stateful)
-    options: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "snapshot_every_n_steps": 10}
-    if not stateful:
-        options["recovery"] = Recovery(allow_replay=True)
-    for stop in (1, 4, 8):
-        assert_resumes(kind, dataset, stop, **options)
 
 
 @pytest.mark.parametrize("seed", range(scaled(40)))

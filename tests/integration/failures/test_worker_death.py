@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from torch.utils.data import Dataset
 
-from asyncloader import AsyncDataLoader, DataLoader, LoaderError, WorkerDied
+from asyncloader import DataLoader, LoaderError, WorkerDied
 from tests.helpers.datasets import Numbers, Pids
-from tests.helpers.running import BOTH, KINDS, Deaths, outcomes, run_async
+from tests.helpers.running import BOTH, KINDS, Deaths, outcomes
+from tests.helpers.seeded_runs import Stepwise
 
 pytestmark = pytest.mark.chaos
 
@@ -139,23 +140,11 @@ def test_killed_in_worker_init() -> None:
 @pytest.mark.parametrize("kind", BOTH)
 def test_the_next_epoch_works(kind: str) -> None:
     """With persistent workers a death ends its epoch only: the next epoch starts new workers."""
-    if kind == "sync":
-        with DataLoader[Any](Pids(30), num_workers=2, persistent_workers=True) as loader:
-            batches = iter(loader)
-            os.kill(int(next(batches)[0]), signal.SIGKILL)
-            with pytest.raises(WorkerDied):
-                list(batches)
-            epochs = [{int(batch[0]) for batch in loader} for _ in range(2)]
-    else:
-
-        async def run() -> list[set[int]]:
-            async with AsyncDataLoader[Any](Pids(30), num_workers=2, persistent_workers=True) as loader:
-                batches = aiter(loader)
-                os.kill(int((await anext(batches))[0]), signal.SIGKILL)
-                with pytest.raises(WorkerDied):
-                    [batch async for batch in batches]
-                return [{int(batch[0]) async for batch in loader} for _ in range(2)]
-
-        epochs = run_async(run())
+    with Stepwise(kind, Pids(30), num_workers=2, persistent_workers=True) as run:
+        run.begin()
+        os.kill(int(run.step()[0]), signal.SIGKILL)
+        with pytest.raises(WorkerDied):
+            run.rest()
+        epochs = [{int(batch[0]) for batch in run.epoch()} for _ in range(2)]
     assert len(epochs[0]) == 2
     assert epochs[0] == epochs[1]

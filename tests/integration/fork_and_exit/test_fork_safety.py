@@ -1,6 +1,6 @@
 """A trainer forks in the middle of an epoch, while a loader's workers, threads and batches are alive: in every way in
 which programs fork, parent and child continue, nothing is freed twice, and no process waits for ever. See also
-test_user_fork.py.
+test_fork_together.py.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from asyncloader import DataLoader
-from tests.helpers.datasets import Numbers
+from tests.helpers.datasets import Numbers, Sized
 from tests.helpers.forking import AT, Child, Here, at, epoch, expected, fork, value
-from tests.helpers.running import BOTH, PATIENCE_S, Deaths, start_script
+from tests.helpers.running import BOTH, PATIENCE_S, Deaths, run_script, start_script
 from tests.pairwise import quickly
 
 # Python 3.12 and later warn of a fork in a process with several threads, which is tested here.
@@ -262,3 +262,55 @@ def test_workers_end_with_the_parent_although_its_child_lives(name: str, tmp_pat
         finally:
             os.kill(child, signal.SIGKILL)
         running.finish()
+
+
+# ------------------------------------------------------------------------------------------- again and again
+
+
+@pytest.mark.thorough
+def test_many_forks_do_not_starve_the_ring() -> None:
+    """Forks while batches are held retire slots; the loader continues with views, in a new ring at last."""
+    loader = DataLoader[Any](Sized([5000] * 200), num_workers=1)
+    seen = []
+    for position, batch in enumerate(loader):
+        if position % 5 == 0:
+            child = os.fork()
+            if child == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        seen.append(int(batch.unique()))
+        del batch
+    assert seen == [i % 251 for i in range(200)]
+    assert loader.stats()["data/ring_copies"] < 100
+
+
+AFTER_BREAK = """
+import multiprocessing
+multiprocessing.set_start_method("fork")  # not the default from Python 3.14 on
+import os, sys
+import psutil
+import torch
+from asyncloader import DataLoader
+loader = DataLoader(torch.arange(100), num_workers=2)
+for _ in range(2):
+    for batch in loader:
+        break
+    child = os.fork()
+    if child == 0:
+        assert [int(b) for b in loader] == list(range(100))
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for batch in loader:
+        assert len(psutil.Process().children()) == 2  # the generation before has gone
+        break
+loader.close()
+assert not psutil.Process().children()
+print("done")
+"""
+
+
+@pytest.mark.thorough
+def test_a_fork_right_after_a_break(tmp_path: Path) -> None:
+    """The child reads the loader anew; in the parent the workers of the generation before have ended."""
+    done = run_script(tmp_path, AFTER_BREAK)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

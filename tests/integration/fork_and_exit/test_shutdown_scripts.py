@@ -316,23 +316,3 @@ def test_the_program_is_killed_while_it_closes(tmp_path: Path) -> None:
         os.kill(found.pid, signal.SIGKILL)
         deaths.wait()
         assert found.ends()[0] == -signal.SIGKILL
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_program_is_killed_and_a_grandchild_holds_everything(number: int, tmp_path: Path) -> None:
-    """A grandchild with copies of all descriptors keeps no worker alive."""
-    with start_script(tmp_path, script(NEXT["sync"], GRANDCHILD)) as running:
-        lines = [running.line() for _ in range(2)]
-        workers = [int(line.split()[1]) for line in lines]
-        assert running.process.stderr is not None
-        grandchildren = [int(running.process.stderr.readline().split()[1]) for _ in range(2)]
-        try:
-            with Deaths(workers) as deaths, Deaths(grandchildren) as others:
-                os.kill(running.process.pid, number)
-                deaths.wait()
-                assert not others.ended()
-        finally:
-            for pid in grandchildren:
-                os.kill(pid, signal.SIGKILL)
-        running.finish()

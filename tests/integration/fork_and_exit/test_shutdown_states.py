@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from asyncloader.workers import shutdown
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S, Deaths, run_async
-from tests.helpers.stuck import STUCK, NeverArrives, StuckAt, Told, get_stuck
+from tests.helpers.stuck import STUCK, StuckAt, Told, get_stuck
 from tests.processes import own_children
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -212,33 +211,6 @@ def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
             deaths.close()
             with pytest.raises(LoaderClosed):
                 next(batches)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_close_while_the_dataset_arrives(method: str, tmp_path: Path) -> None:
-    """A dataset whose unpickling does not end does not delay `close`."""
-    with DataLoader[Any](NeverArrives(tmp_path), num_workers=2, multiprocessing_context=method) as loader:
-        batches = iter(loader)
-        deaths = Deaths(arrived(tmp_path, 2))
-        loader.close()
-        assert deaths.ended()
-        deaths.close()
-        with pytest.raises(LoaderClosed):
-            next(batches)
-
-
-def arrived(folder: Path, count: int) -> list[int]:
-    """The names of the files that appear; Python has no other way to wait for a file than to look again."""
-    turn = threading.Event()
-    found: list[int] = []
-    for _ in range(int(PATIENCE_S * 50)):
-        found = [int(path.name) for path in folder.iterdir()]
-        if len(found) == count:
-            break
-        turn.wait(0.02)
-    assert len(found) == count, f"only {found} came"
-    return found
 
 
 # ------------------------------------------------------------------------------------------- waiting and closing

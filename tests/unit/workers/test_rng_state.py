@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import multiprocessing
-import pickle
 import random
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -45,29 +42,3 @@ def test_the_numbers_go_on(before: int) -> None:
     seed_worker(99, 0)
     restore_rng_state(saved)
     assert [drawn() for _ in range(5)] == expected
-
-
-def _take_over(saved: bytes, answer: Connection) -> None:
-    seed_worker(5, 3)
-    restore_rng_state(saved)
-    answer.send_bytes(pickle.dumps([drawn(), drawn()]))
-    answer.close()
-
-
-def test_another_process_goes_on() -> None:
-    """A state that was saved by one process, as plain bytes, continues in another process."""
-    seed_worker(1234, 2)
-    drawn()
-    saved = save_rng_state()
-    expected = [drawn(), drawn()]
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_take_over, args=(saved, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    with ours:
-        assert ours.poll(30)
-        assert pickle.loads(ours.recv_bytes()) == expected
-    process.join(30)
-    assert process.exitcode == 0
-    process.close()

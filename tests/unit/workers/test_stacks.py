@@ -21,7 +21,6 @@ from asyncloader.workers import stacks
 from asyncloader.workers.stacks import (
     Target,
     ask,
-    crash_trace,
     install,
     stack_pipe,
 )
@@ -114,42 +113,6 @@ async def test_worker_tells_its_stack(body: Callable[[Ready], None]) -> None:
         assert report.state in {"running", "sleeping"}
 
 
-async def test_all_threads_are_in_it() -> None:
-    """Each of a worker's threads is listed, with its stack."""
-
-    def body(ready: Ready) -> None:
-        other_is_ready = threading.Event()
-        threading.Thread(target=waiting_in_python, args=[other_is_ready.set], daemon=True).start()
-        other_is_ready.wait()
-        stuck_in_c(ready)
-
-    with worker(body) as one:
-        (report,) = await ask([one.target], SECONDS)
-        assert "in stuck_in_c\n" in report.text
-        assert "in waiting_in_python\n" in report.text
-
-
-async def test_several_at_once_in_their_order() -> None:
-    """A worker that cannot answer delays no other report; reports are in the order of the targets."""
-    with worker(stuck_in_c) as one, worker(waiting_in_python) as two, worker(stuck_in_c) as dead:
-        dead.process.kill()
-        dead.wait()
-        reports = await ask([one.target, dead.target, two.target], SECONDS)
-        assert "in stuck_in_c\n" in reports[0].text
-        assert reports[1].text == "no stack: the process has ended"
-        assert "in waiting_in_python\n" in reports[2].text
-
-
-async def test_stopped_worker_gives_none() -> None:
-    """A process that is stopped gets no signal, and the report has the reason."""
-    with worker(stuck_in_c) as one:
-        os.kill(one.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, one.pid, os.WSTOPPED | os.WNOWAIT)  # noqa: ASYNC222 - it is stopped at once
-        (report,) = await ask([one.target], SECONDS)
-        assert report.state == "stopped by a signal (SIGSTOP)"
-        assert report.text == "no stack: the process is stopped by a signal (SIGSTOP), so it cannot answer"
-
-
 async def test_starting_worker_is_not_hurt() -> None:
     """A worker that has not installed the handler yet gets no signal, which would end it."""
     with worker(waiting_in_python, installs=False) as one:
@@ -202,30 +165,6 @@ async def test_reader_closed_meanwhile() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- crashes
-
-
-@pytest.mark.parametrize(
-    ("crash", "number", "words"),
-    [
-        (faulthandler._sigsegv, signal.SIGSEGV, "Fatal Python error: Segmentation fault"),  # type: ignore[attr-defined]
-        (os.abort, signal.SIGABRT, "Fatal Python error: Aborted"),
-    ],
-    ids=["SIGSEGV", "SIGABRT"],
-)
-def test_crash_leaves_its_stack(crash: Callable[[], None], number: int, words: str) -> None:
-    """After a crash the reader has the error and the stack, and the process was ended by that signal."""
-
-    def crashing_task(ready: Ready) -> None:
-        ready()
-        crash()
-
-    with worker(crashing_task) as one:
-        assert one.wait() == -number
-        trace = crash_trace(one.reader.text(), 3).splitlines()
-        assert trace[0] == words
-        assert trace[1].endswith("(most recent call first):")
-        assert trace[2].endswith("in crashing_task")
-        assert len(trace) == 5
 
 
 def test_full_pipe_does_not_keep_a_dying_worker() -> None:

@@ -80,20 +80,6 @@ def test_results_are_in_order_within_the_bound(sizes: list[int], room: int, rand
     asyncio.run(run())
 
 
-async def test_a_slow_sample_does_not_stop_the_next_batch() -> None:
-    """With the first sample of the first batch still running, all others of both batches start and finish."""
-    samples, limiter = Samples(), ConcurrencyLimiter(2)
-    first, second = batch(samples, limiter, "a", 3), batch(samples, limiter, "b", 3)
-    await samples.settle()
-    for name in [("a", 1), ("a", 2), ("b", 0), ("b", 1), ("b", 2)]:
-        samples.running[name].set_result(name)
-        await samples.settle()
-    assert second.done()
-    assert not first.done()
-    samples.running["a", 0].set_result(("a", 0))
-    assert await first == [("a", 0), ("a", 1), ("a", 2)]
-
-
 async def test_the_first_error_is_raised_alone() -> None:
     """The other running samples of its batch are cancelled, later ones never start; other batches go on."""
     samples, limiter = Samples(), ConcurrencyLimiter(3)

@@ -72,47 +72,6 @@ async def test_without_getitem_the_batch_fails(kind: Any, mode: str) -> None:
     assert not bad
 
 
-async def test_stop_iteration_of_a_map_dataset_is_an_error_like_any_other() -> None:
-    """The sample is skipped, too, and the epoch does not end."""
-
-    class Stopping(Map):
-        def __getitem__(self, index: int) -> Any:
-            if index == 1:
-                raise StopIteration
-            return index
-
-    bad: list[SkippedSample] = []
-    assert reader(Stopping(), SKIP).fetch([0, 1, 2], bad) == [0, 2]
-    assert bad[0].error == "StopIteration"
-
-
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-def test_what_is_no_exception_goes_through(kind: Any) -> None:
-    """An interrupt is not handled as a bad sample."""
-
-    class Interrupted(Map):
-        def __getitem__(self, index: int) -> Any:
-            raise kind
-
-    bad: list[SkippedSample] = []
-    with pytest.raises(kind):
-        reader(Interrupted(), SKIP).fetch([0, 1], bad)
-    assert bad == []
-
-
-async def test_concurrent_batches_have_their_own_records() -> None:
-    """Records are not mixed between batches fetched at the same time, whichever ends first."""
-    one = reader(AsyncMap(*range(0, 40, 3)), SKIP, seeded=SEEDED)
-    lists: list[list[SkippedSample]] = [[] for _ in range(4)]
-    batches = [list(range(first, first + 10)) for first in range(0, 40, 10)]
-    found = await asyncio.gather(*(one.fetch_async((b[0], b), bad) for b, bad in zip(batches, lists, strict=True)))
-    for batch, samples, bad in zip(batches, found, lists, strict=True):
-        assert indices(samples) == [index for index in batch if index % 3]
-        assert (
-            [record.index for record in bad] == [record.position for record in bad] == [i for i in batch if not i % 3]
-        )
-
-
 async def test_a_cancelled_fetch_is_not_skipped() -> None:
     """A cancellation comes from the loader, and is no sample's error."""
     began = asyncio.Event()

@@ -146,17 +146,6 @@ async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
     await reader(Careless(), in_worker=False).fetch_async((0, [1, 2]))
 
 
-async def test_what_was_drawn_before_the_first_sample_is_not_complained_of() -> None:
-    """A `worker_init_fn` may seed the process's generators; so may code between epochs."""
-    one = reader(Map(), in_worker=True)
-    random.seed(1)
-    torch.manual_seed(1)
-    await one.fetch_async((0, [1, 2]))
-    one.begin(EpochStart(epoch=1))
-    random.seed(2)
-    await one.fetch_async((0, [1, 2]))
-
-
 async def test_tasks_of_a_stream_take_turns() -> None:
     """Tasks that are given together get the stream's batches in order."""
     one = reader(Stream())

@@ -7,8 +7,6 @@ import pickle
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from asyncloader.workers.fetch.sample import run_blocking
 from asyncloader.workers.fetch.sample_errors import (
@@ -78,14 +76,6 @@ def test_texts_are_bounded_and_always_there(error: Exception, text: str) -> None
     assert 0 < len(bad[0].traceback) <= 16_000
 
 
-def test_the_end_of_a_long_traceback_is_kept() -> None:
-    """The innermost frame and the message are kept."""
-    bad: list[SkippedSample] = []
-    run_blocking(handler(ErrorPolicy()).handle(0, None, raised(ValueError("y" * 50_000 + " last words")), bad))
-    assert len(bad[0].traceback) == 16_000
-    assert bad[0].traceback.endswith(" last words\n")
-
-
 # ----------------------------------------------------------------------------------------------- functions
 
 
@@ -150,14 +140,6 @@ def test_a_coroutine_function_needs_an_async_dataset() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- refill
-
-
-@given(st.integers(0, 2**63), st.integers(0, 10**6), st.integers(0, 2**40), st.integers(0, 15), st.integers(1, 2**40))
-def test_a_substitute_is_a_pure_function(seed: int, epoch: int, position: int, attempt: int, length: int) -> None:
-    """The same arguments give the same index, within the dataset."""
-    index = substitute_index(seed, epoch, position, attempt, length)
-    assert 0 <= index < length
-    assert substitute_index(seed, epoch, position, attempt, length) == index
 
 
 def test_substitutes_do_not_change_between_versions() -> None:

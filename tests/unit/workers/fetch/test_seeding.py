@@ -185,29 +185,6 @@ def test_outside_of_samples_generators_follow_torchs() -> None:
     assert float(torch.rand(())) == after
 
 
-async def test_interleaved_coroutines() -> None:
-    """Samples that are made concurrently each draw their own numbers, however their steps are mixed."""
-    expected = {}
-    seeder = SampleSeeder(1, 0, concurrent=True)
-    for position in range(8):
-        seeder.sample(position)
-        expected[position] = [own_drawn() for _ in range(4)]
-    outer = sample_rng()
-
-    async def sample(position: int) -> list[Any]:
-        seeder.sample(position)
-        drawn = []
-        for _ in range(4):
-            drawn.append(own_drawn())
-            for _ in range(position % 3):
-                await asyncio.sleep(0)
-        return drawn
-
-    found = await asyncio.gather(*(sample(position) for position in range(8)))
-    assert dict(enumerate(found)) == expected
-    assert sample_rng() is outer  # the tasks' samples are not visible here
-
-
 async def test_threads_with_the_context() -> None:
     """A thread that was given the context draws the sample's numbers; a thread without it has no sample."""
     seeder = SampleSeeder(1, 0, concurrent=True)

@@ -2,47 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import IterableDataset
 
-from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.sample import SampleMaker
 from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
 from tests.unit.workers.fetch.drawing import at_sample, drawn
-
-
-class AsyncStream(IterableDataset[int]):
-    def __init__(self, count: int, error: Exception | None = None) -> None:
-        self.count = count
-        self.error = error
-
-    def __iter__(self) -> Iterator[int]:
-        raise TypeError("read it with async for")
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for index in range(self.count):
-            await asyncio.sleep(0)
-            yield index
-        if self.error is not None:
-            raise self.error
-
-
-def fetcher(dataset: Any, *, auto: bool = True, drop_last: bool = False) -> StreamFetcher:
-    return StreamFetcher(aiter(dataset), SampleMaker(None, asynchronous=True), auto, lambda data: data, drop_last)
-
-
-async def test_concurrent_tasks_share_a_stream_in_their_order() -> None:
-    """Several tasks in hand read the stream one after the other."""
-    f = fetcher(AsyncStream(5))
-    got = await asyncio.gather(*(f.fetch_async([0, 1]) for _ in range(4)), return_exceptions=True)
-    assert got[:3] == [[0, 1], [2, 3], [4]]
-    assert isinstance(got[3], EndOfData)
-
 
 # --------------------------------------------------------------------------------------------------- seeded mode
 

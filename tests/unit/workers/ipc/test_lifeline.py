@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -177,36 +176,6 @@ def test_hold_ends_the_worker_if_the_parent_is_gone(pipe: Pipe) -> None:
         assert pipe.line() == "waits"
         process.kill()
         assert [pipe.line(), pipe.line()] == ["parent ended", ""]
-
-
-def test_programs_that_are_started_do_not_hold_the_write_end(pipe: Pipe) -> None:
-    """A program that the parent started, and that outlives it, keeps no worker alive."""
-    stdin_read, stdin_write = os.pipe()
-    os.set_inheritable(stdin_read, True)
-
-    def worker(lifeline: Lifeline) -> None:
-        pipe.say(f"{os.getpid()} {hold(lifeline.fd)}")
-        stuck_in_c()
-
-    def main() -> None:
-        lifeline = Lifeline()
-        os.close(stdin_write)
-        program = subprocess.Popen(["cat"], stdin=stdin_read, close_fds=False)
-        pipe.say(str(program.pid))
-        fork_worker(lambda: worker(lifeline))
-        waiting()
-
-    with main_process(main) as process:
-        program = int(pipe.line())
-        pid, held = pipe.line().split()
-        assert held == "True"
-        with watched(program) as cat, watched(int(pid)) as worker_ends:
-            process.kill()
-            assert worker_ends(SECONDS)
-            assert not cat(0)
-            os.close(stdin_read)
-            os.close(stdin_write)
-            assert cat(SECONDS)
 
 
 def test_close_ends_those_that_hold() -> None:
