@@ -35,7 +35,7 @@ from asyncloader.service.protocol.handshake import Hello, Welcome, read_opening
 from asyncloader.service.protocol.msgpack_codec import MSGPACK, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
-from asyncloader.service.protocol.shard_plan import Plan, messages, read_plan, read_request
+from asyncloader.service.protocol.shard_plan import Plan, read_request
 from asyncloader.service.protocol.unpacking import unpack
 from asyncloader.workers.ipc import wire
 from tests.service import definitions
@@ -87,11 +87,6 @@ def _read_template(data: bytes) -> None:
     except TypeError as error:  # the consumer's error of a type's name that was changed
         if "only types that were registered" not in str(error):
             raise
-
-
-def _read_plan(data: bytes) -> None:
-    sent = iter([data, pack((2, "end"))])
-    read_plan(lambda: next(sent))
 
 
 def _read_as_loader(data: bytes) -> None:
@@ -157,7 +152,7 @@ class OneNode:
 
 def targets(node: OneNode | None) -> dict[str, Target]:
     """All readers of bytes from a network; those of a node only if one is given."""
-    plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5), (1, 0, 3)], []], 80, 0.5)
+    plan = Plan("0" * 16, ["a.tar", "b.tar"], [[(0, 0, 5, False), (1, 0, 3, True)], []], 80, 0.5)
     welcome = pack_record(Welcome(b"", DatasetInfo(False, 40, False, False)))
     error = MSGPACK.dump_error(ValueError("x"), 1)
     found = {
@@ -167,7 +162,7 @@ def targets(node: OneNode | None) -> dict[str, Target]:
         "welcome": Target(whole(welcome), lambda data: read_record(Welcome, data).checked_info(), 4),
         "opening": Target(whole(*openings()), read_opening, 10),
         "request": Target(whole(REQUEST), read_request, 4),
-        "plan": Target(whole(*messages(plan)), _read_plan, 5),
+        "plan": Target(whole(pack_record(plan)), lambda data: read_record(Plan, data), 5),
         "error": Target(whole(error, MSGPACK.dump_error(RingMemoryError(1, 2, "x", "y"), 1)), MSGPACK.load_error, 5),
         "cursor": Target(whole(pack(tuple(CURSOR))), MSGPACK.load_cursor, 3),
         "records": Target(whole(pack([SKIPPED])), MSGPACK.load_records, 3),

@@ -37,7 +37,7 @@ from asyncloader.service.protocol.handshake import (
 )
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
-from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, read_plan
+from asyncloader.service.protocol.shard_plan import Plan, PlanRequest
 from asyncloader.service.protocol.sockets import check_peer, host_and_port
 
 _log = logging.getLogger("asyncloader")
@@ -401,23 +401,24 @@ def ask_plan(service: Service, defined: Defined, request: PlanRequest, closed: t
         Exception: the dataset's error.
     """
 
-    def use(node: NodeConnection) -> Plan | bytes:
+    def use(node: NodeConnection) -> Plan:
         node.link.send(frames.PLAN, pack_record(request))
-        answer = read_plan(lambda: node.answer(frames.PLANNED))
+        plan = read_record(Plan, node.answer(frames.PLANNED))
+        if not (plan.fingerprint or plan.error):
+            raise ValueError("broken stream: a plan of no shards that are known")
         node.link.close()
-        return answer
+        return plan
 
     search = Search()
     search.closed = closed
     # The dataset's error is an answer, not a reason to try another node: another node would raise it, too.
-    answer = on_any_node(service, defined, use, search)
-    if isinstance(answer, Plan):
-        return answer
-    error = MSGPACK.load_error(answer)
-    if isinstance(error, Exception):
-        raise error
-    error.reraise()
-    raise AssertionError("it has raised")
+    plan = on_any_node(service, defined, use, search)
+    if plan.error:
+        error = MSGPACK.load_error(plan.error)
+        if isinstance(error, Exception):
+            raise error
+        error.reraise()
+    return plan
 
 
 def ask_dataset_info(service: Service, defined: Defined) -> DatasetInfo:

@@ -43,7 +43,7 @@ from asyncloader.service.protocol.handshake import (
     read_opening,
 )
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
-from asyncloader.service.protocol.shard_plan import PlanRequest, messages, read_request
+from asyncloader.service.protocol.shard_plan import PlanRequest, read_request
 from asyncloader.service.protocol.sockets import bind, check_peer
 from asyncloader.workers.memory.segment import memory_limit
 
@@ -368,10 +368,11 @@ class Node:
         """Have a process make the plan of an epoch, and send it."""
         if info.shuffle is None:
             raise Refused("a plan is made of a dataset whose shards the loader assigns")
-        answer = await wait_for(host.plan(request), link)
+        body = await wait_for(host.plan(request), link)
+        if len(body) > frames.MOST_BODY:
+            raise Refused(f"a plan of {len(body):,} bytes cannot be sent: write fewer, larger shards")
         async with asyncio.timeout(_PLAN_S):
-            for body in messages(answer):
-                await send_whole(link, frames.PLANNED, body)
+            await send_whole(link, frames.PLANNED, body)
 
     async def _open(
         self, link: Link, peer: str, host: HostProcesses, served: Served, opening: Opening, info: DatasetInfo

@@ -34,8 +34,8 @@ from asyncloader.service.node.hosted_connection import (
     dataset_info_of,
 )
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
-from asyncloader.service.protocol.records import DatasetInfo
-from asyncloader.service.protocol.shard_plan import PlanRequest, make_plan
+from asyncloader.service.protocol.records import DatasetInfo, pack_record
+from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, make_plan
 from asyncloader.telemetry.counters import CONNECTION_KEY, Recorder
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck
 from asyncloader.workers.ipc import wire
@@ -45,8 +45,8 @@ from asyncloader.workers.worker import serve_async, tune
 
 DATASET_INFO, OPEN, PLAN, PLANNED, NOT_MADE, ENDED = 40, 41, 42, 43, 44, 45
 """Frames between the node and its process, pickled, as both are processes of the node: a `DatasetInfo`; a
-`ConnectionOpening`, with the connection's socket; a number and a `PlanRequest`; this number with the `Plan`, or with an
-error as bytes; the reason why the dataset could not be made, as text; a `ConnectionEnding`."""
+`ConnectionOpening`, with the connection's socket; a number and a `PlanRequest`; this number with the packed
+`Plan`; the reason why the dataset could not be made, as text; a `ConnectionEnding`."""
 MOST_PROBLEM = 1500
 """Characters of that reason, at most."""
 
@@ -313,12 +313,11 @@ class _Host:
                     connection.channel.sock.shutdown(socket.SHUT_RDWR)
 
     async def _plan(self, number: int, request: PlanRequest) -> None:
-        answer: Any
         try:
-            answer = await make_plan(self._planner(), request)
+            plan = await make_plan(self._planner(), request)
         except Exception as error:
-            answer = MSGPACK.dump_error(error, 0)
-        self._channel.send_all(wire.pack(PLANNED, pickle.dumps((number, answer))))
+            plan = Plan("", [], [], None, 0.0, MSGPACK.dump_error(error, 0))
+        self._channel.send_all(wire.pack(PLANNED, pickle.dumps((number, pack_record(plan)))))
 
     def _planner(self) -> Any:
         if self._planning is None:

@@ -373,8 +373,8 @@ class HostProcesses:
             theirs.close()  # the channel has a duplicate, if the frame has to wait
         return number, made.process.pid
 
-    async def plan(self, request: PlanRequest) -> Any:
-        """Have a process make a plan. Returns it, or the error that was raised, packed by `MSGPACK`.
+    async def plan(self, request: PlanRequest) -> bytes:
+        """Have a process make a plan. Returns a packed `Plan`.
 
         Raises:
             Refused: no process has the dataset.
@@ -386,7 +386,8 @@ class HostProcesses:
         future = made.plans[number] = asyncio.get_running_loop().create_future()
         try:
             self._ask(made, PLAN, (number, request))
-            return await future
+            plan: bytes = await future
+            return plan
         finally:
             # Also when the handshake is cancelled: the process still answers, and `_read` drops that answer.
             made.plans.pop(number, None)

@@ -9,44 +9,20 @@ shards.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, NamedTuple
 
 from msgspec import Meta
 
 from asyncloader.errors import StateError
-from asyncloader.service.protocol.records import Count, Name, pack_record, read_record
+from asyncloader.service.protocol.records import Count, Name, read_record
 
 _MOST_WORKERS = 1 << 24
 _MOST_BATCH = 1 << 24
-_MOST_PLAN = 1 << 30  # bytes of a plan's messages
 _OTHER_SHARDS = (
     "this node finds other shards than those that the epoch was planned with: what is stored has changed, or the nodes "
     "see different things. Make a new loader, and see that all nodes are alike"
 )
-
-_PIECE = 8192
-"""Entries of a message, at most."""
-
-
-class _Planned(NamedTuple):
-    """A message with a part of a plan.
-
-    Attributes:
-        names: further shards' names.
-        assignments: further assignments.
-        samples: samples of the epoch, in the last message, if known; see `EpochShares`.
-        left_out: as in `EpochShares`, in the last message.
-        fingerprint: the plan's, in the last message; else empty.
-        error: the error that was raised instead of a plan, packed by the service's codec; empty: none was raised.
-    """
-
-    names: Annotated[list[str], Meta(max_length=_PIECE)]
-    assignments: Annotated[list[list[tuple[Count, Count, Count | None, bool]]], Meta(max_length=_PIECE)]
-    samples: Count | None
-    left_out: Annotated[float, Meta(ge=0, le=1)]
-    fingerprint: Name
-    error: bytes
 
 
 class Catalog(NamedTuple):
@@ -94,13 +70,15 @@ class Plan(NamedTuple):
         assignments: in their order; each consists of ranges, in the fields of a `CatalogRange`.
         samples: samples of the epoch, if known; see `EpochShares`.
         left_out: as in `EpochShares`.
+        error: the error that was raised instead of a plan, packed by the service's codec; empty: none was raised.
     """
 
-    fingerprint: str
-    names: Sequence[str]
-    assignments: Sequence[Sequence[Sequence[Any]]]
-    samples: int | None
-    left_out: float
+    fingerprint: Name
+    names: list[str]
+    assignments: list[list[tuple[Count, Count, Count | None, bool]]]
+    samples: Count | None
+    left_out: Annotated[float, Meta(ge=0, le=1)]
+    error: bytes = b""
 
 
 async def make_plan(dataset: Any, request: PlanRequest) -> Plan:
@@ -112,8 +90,8 @@ async def make_plan(dataset: Any, request: PlanRequest) -> Plan:
     workers, rank, ranks, key, common, known = request
     found = await dataset.plan(workers, rank, ranks, key, common=common)
     fingerprint = await dataset.fingerprint(workers, ranks)
-    assignments = [[tuple(each) for each in assignment] for assignment in found.assignments]
-    names = [] if fingerprint == known else dataset.shard_urls  # there may be millions, and they rarely change
+    assignments: Any = [[tuple(each) for each in assignment] for assignment in found.assignments]
+    names = [] if fingerprint == known else list(dataset.shard_urls)  # there may be many, and they rarely change
     return Plan(fingerprint, names, assignments, found.shares.samples, found.shares.left_out)
 
 
@@ -135,46 +113,6 @@ def check_catalog(catalog: Catalog | PlanRequest) -> None:
     """Check the numbers of workers and ranks. Errors as `read_request`."""
     if not (catalog.workers >= 1 and catalog.ranks >= 1 and catalog.workers * catalog.ranks <= _MOST_WORKERS):
         raise ValueError(f"a plan for {catalog.ranks} ranks with {catalog.workers} workers")
-
-
-def messages(answer: Plan | bytes) -> Iterator[bytes]:
-    """Yield the bodies of a plan's messages: pieces of at most `_PIECE` entries, and the end; or the packed error."""
-    if isinstance(answer, bytes):
-        yield pack_record(_Planned([], [], None, 0.0, "", answer))
-        return
-    # In pieces, because a plan of millions of shards is larger than the largest message.
-    names, assignments = list(answer.names), [list(each) for each in answer.assignments]
-    for first in range(0, len(names), _PIECE):
-        yield pack_record(_Planned(names[first : first + _PIECE], [], None, 0.0, "", b""))
-    for first in range(0, len(assignments), _PIECE):
-        yield pack_record(([], assignments[first : first + _PIECE], None, 0.0, "", b""))
-    yield pack_record(_Planned([], [], answer.samples, answer.left_out, answer.fingerprint, b""))
-
-
-def read_plan(receive: Callable[[], bytes]) -> Plan | bytes:
-    """Read a plan, or a packed error, from its messages. Each call of `receive` returns the body of the next message.
-
-    Raises:
-        ValueError: the messages are neither a plan nor an error.
-    """
-    names: list[str] = []
-    assignments: list[Sequence[Sequence[Any]]] = []
-    nbytes = 0
-    while True:
-        body = receive()
-        nbytes += len(body)
-        if nbytes > _MOST_PLAN:
-            raise ValueError(f"broken stream: a plan of more than {_MOST_PLAN:,} bytes")
-        more = read_record(_Planned, body)
-        names += more.names
-        assignments += more.assignments
-        if more.error:
-            return more.error
-        if more.fingerprint:
-            return Plan(more.fingerprint, names, assignments, more.samples, more.left_out)
-        # Empty messages have few bytes, so the limit above would let a node send them for hours.
-        if not more.names and not more.assignments:
-            raise ValueError("broken stream: a plan that cannot be read")
 
 
 def check_shards(dataset: Any, find: Callable[[], Awaitable[str]], catalog: Catalog) -> None:

@@ -1,4 +1,4 @@
-"""Plans in messages, and requests for them: they are read as sent, and nothing else is read as a plan."""
+"""Plans, and requests for them: they are read as sent, and nothing else is read as a plan."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from asyncloader.service.protocol import shard_plan
-from asyncloader.service.protocol.records import pack_record
+from asyncloader.service.protocol.records import pack_record, read_record
 from asyncloader.service.protocol.shard_plan import (
     Catalog,
     Plan,
     PlanRequest,
     check_catalog,
-    messages,
-    read_plan,
     read_request,
 )
 
@@ -25,35 +22,19 @@ REQUEST = PlanRequest(3, 1, 2, 1 << 63, True, "known")
 
 
 @pytest.mark.parametrize("shards", [0, 1, 20_000])
-def test_a_plan_comes_in_pieces(shards: int) -> None:
-    """However many shards the plan has, no message is large."""
-    plan = Plan(
-        "mark",
-        [f"shard {number}" for number in range(shards)],
-        [[(number, 0, None, False)] for number in range(shards)],
-        1 << 40,
-        0.25,
-    )
-    sent = list(messages(plan))
-    assert max(map(len, sent)) < 1 << 20
-    assert read_plan(iter(sent).__next__) == plan
-    assert read_plan(iter(list(messages(b"an error"))).__next__) == b"an error"
-
-
-def test_a_plan_without_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is refused before it takes all memory."""
-    part = next(iter(messages(Plan("mark", ["shard"] * 20_000, [], None, 0.0))))
-    monkeypatch.setattr(shard_plan, "_MOST_PLAN", 10 * len(part))
-    with pytest.raises(ValueError, match="a plan of more than"):
-        read_plan(lambda: part)
+def test_a_plan_arrives_as_it_was(shards: int) -> None:
+    """However many shards it has."""
+    names = [f"shard {number}" for number in range(shards)]
+    plan = Plan("mark", names, [[(number, 0, None, False)] for number in range(shards)], 1 << 40, 0.25)
+    assert read_record(Plan, pack_record(plan)) == plan
 
 
 @example(b"\xa1\xff")  # a text that is invalid
 @given(st.one_of(st.binary(), st.builds(pack_record, st.one_of(INTEGERS, st.tuples(st.integers(-1, 5), INTEGERS)))))
 def test_what_is_no_plan(body: bytes) -> None:
     """Other bodies are an error."""
-    with pytest.raises(ValueError, match=r"broken|cannot"):
-        read_plan(iter([body, body, body]).__next__)
+    with pytest.raises(ValueError, match="broken stream: PLAN: a body that cannot be read"):
+        read_record(Plan, body)
 
 
 @pytest.mark.parametrize(
@@ -80,3 +61,10 @@ def test_requests_out_of_range(changes: dict[str, Any]) -> None:
     check_catalog(Catalog(3, 2, "mark"))
     with pytest.raises(ValueError, match="rank"):
         check_catalog(Catalog(0, 2, "mark"))
+
+
+@pytest.mark.parametrize("changes", [{"left_out": 1.5}, {"samples": -1}, {"assignments": [[(0, -1, None, False)]]}])
+def test_plans_out_of_range(changes: dict[str, Any]) -> None:
+    """A node is not trusted."""
+    with pytest.raises(ValueError, match="broken stream: PLAN"):
+        read_record(Plan, pack_record(Plan("mark", [], [], None, 0.0)._replace(**changes)))
