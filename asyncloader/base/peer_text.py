@@ -54,30 +54,22 @@ def _escaped(text: str) -> str:
 
 
 class LineLimit:
-    """Bounds the lines that a peer has logged in a minute, and counts those beyond.
+    """Bounds the lines that a peer has logged in a minute.
 
     Args:
         most: lines in a minute.
     """
 
     def __init__(self, most: int = LINES_PER_MINUTE) -> None:
-        self.left_out = 0
-        """Lines that were not admitted since the last that was."""
         self._most = most
         self._began = 0.0
         self._admitted = 0
 
     def admits(self, now: float) -> bool:
-        """Whether a line may be logged now; if not, it is counted. `now` is any clock's time in seconds."""
+        """Whether a line may be logged now. `now` is any clock's time in seconds."""
         if now - self._began >= _MINUTE_S:
             self._began, self._admitted = now, 0
         if self._admitted >= self._most:
-            self.left_out += 1
             return False
         self._admitted += 1
         return True
-
-    def take_left_out(self) -> int:
-        """How many lines were left out that no line has reported yet; they count as reported from now on."""
-        left_out, self.left_out = self.left_out, 0
-        return left_out

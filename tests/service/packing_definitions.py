@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,6 @@ class Texts(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return text_of_number(index)
-
-
-class AwaitedTexts(Texts):
-    """Sequences of tokens that are awaited."""
-
-    async def __getitem__(self, index: int) -> Any:
-        await asyncio.sleep(0)
-        return text_of_number(index)
-
-
-@asyncloader.definition
-def texts(asynchronous: bool = False) -> Any:
-    """Rows of sequences, for a sampler that packs."""
-    rows = asyncloader.SequenceRows(AwaitedTexts() if asynchronous else Texts())
-    return rows, {"collate_fn": asyncloader.PackSequences()}
 
 
 @asyncloader.definition

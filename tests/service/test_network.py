@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,9 +13,6 @@ from typing import Any
 import pytest
 
 from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed, Recovery, Service, ServiceUnavailable
-from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof
-from asyncloader.service.protocol.records import pack_record
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import LOOPS, run_async
 from tests.service import definitions
@@ -247,63 +243,3 @@ def test_tokens(tmp_path: Path, expected: list[Any], monkeypatch: pytest.MonkeyP
             assert_same(list(loader), expected)
         monkeypatch.setenv("ASYNCLOADER_TOKEN_FILE", str(token))
         assert len(DataLoader[Any](numbers(), **OPTIONS, workers=node.tcp)) == LENGTH // 2
-
-
-def test_definitions_that_differ(node: NodeProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names both fingerprints, the served definitions, or the arguments that differ."""
-    assert "stream is served with no arguments, and the loader asks for n=5" in refused_of(
-        definitions.stream(n=5), node
-    )
-    assert "n" in refused_of(definitions.numbers(n="many"), node)
-    assert "'awaited' is not served here; numbers, stream is" in refused_of(definitions.awaited(), node)
-    kind = type(definitions.numbers)
-    monkeypatch.setattr(kind, "fingerprint", lambda _: "0123456789abcdef")
-    text = refused_of(definitions.numbers(), node)
-    assert "0123456789abcdef at the loader, and " in text
-
-    monkeypatch.undo()
-    monkeypatch.setattr("torch.__version__", "1.13.1+cu117")
-    assert "and torch 1.13.1, and this node asyncloader" in refused_of(definitions.numbers(), node)
-
-
-def refused_of(defined: Any, node: NodeProcess) -> str:
-    with pytest.raises(ServiceUnavailable) as caught:
-        iter(DataLoader[Any](defined, **OPTIONS, workers=node.tcp))
-    return str(caught.value)
-
-
-def _hello(arguments: str) -> bytes:
-    fingerprint = definitions.numbers.fingerprint()
-    hello = pack_record(Hello(PROTOCOL, "numbers", arguments, fingerprint, *Hello.versions(), bytes(32)))
-    proof = pack_record(Proof(b""))
-    return b"".join(
-        frames.pack_header(kind, len(body)) + body for kind, body in ((frames.HELLO, hello), (frames.PROOF, proof))
-    )
-
-
-GARBAGE = {
-    "another protocol": b"GET / HTTP/1.1\r\nHost: node\r\n\r\n",
-    "a gigabyte announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1 << 30, 0, 0, 0),
-    "a megabyte announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1 << 20, 0, 0, 0),
-    "a payload announced": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 0, 0, 0, 1 << 40),
-    "a task before the handshake": struct.pack("<4sB3xIIQQ", b"ALS1", 1, 0, 0, 0, 0),
-    "a hello of nothing": struct.pack("<4sB3xIIQQ", b"ALS1", frames.HELLO, 1, 0, 0, 0) + b"\xc0",
-    "arguments without an end": _hello("[" * 60_000),
-    "arguments that are a list": _hello("[]"),
-    "an end in the header": b"ALS1",
-}
-
-
-@pytest.mark.parametrize("name", GARBAGE)
-def test_garbage_is_refused(name: str, node: NodeProcess) -> None:
-    """The connection is closed, with a reason if it got that far, and the node serves on. No large body is awaited."""
-    host, _, port = node.tcp.removeprefix("tcp://").rpartition(":")
-    with socket.create_connection((host, int(port)), timeout=30) as sock:
-        sock.sendall(GARBAGE[name])
-        sock.shutdown(socket.SHUT_WR)
-        answer = b""
-        while piece := sock.recv(1 << 16):
-            answer += piece
-        assert len(answer) < 1 << 12
-        assert (b"over the limit" in answer) == ("announced" in name)
-    assert len(DataLoader[Any](numbers(), **OPTIONS, workers=node.tcp)) == LENGTH // 2

@@ -21,7 +21,7 @@ from time import perf_counter
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.connection import Link, shut_down
+from asyncloader.service.protocol.connection import Link, flush_later, shut_down
 from asyncloader.service.protocol.frames import Header
 from asyncloader.telemetry.spans import with_asked
 from asyncloader.workers.ipc import wire
@@ -118,18 +118,10 @@ class RemoteChannel:
 
     def _send_put(self) -> None:
         """Send the tasks that callbacks have put."""
-        if self.fileno() >= 0 and not self._flush_quietly():
-            asyncio.get_running_loop().add_writer(self.fileno(), self._writable)
-
-    def _writable(self) -> None:
-        if self._flush_quietly():
-            asyncio.get_running_loop().remove_writer(self.fileno())
-
-    def _flush_quietly(self) -> bool:
-        try:
-            return self._link.flush()
-        except ConnectionError:  # the reader sees the end
-            return True
+        if self.fileno() >= 0:
+            with contextlib.suppress(ConnectionError):  # the reader sees the end
+                if not self._link.flush():
+                    flush_later(asyncio.get_running_loop(), self._link)
 
     def distrust(self, why: str) -> None:
         """End, because the node has sent a message that cannot be read."""

@@ -24,7 +24,7 @@ from time import perf_counter
 from asyncloader.errors import RingMemoryError
 from asyncloader.service.node.sessions import MemoryQuota
 from asyncloader.service.protocol import frames
-from asyncloader.service.protocol.connection import Link, Message
+from asyncloader.service.protocol.connection import Link, Message, flush_later
 from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
@@ -236,14 +236,7 @@ class RelayedConnection:
             return
         with contextlib.suppress(ConnectionError):  # the process is dying: its pidfd reports that, and `died` is called
             if not self._channel.send(frame, () if fd < 0 else (fd,)):
-                self._loop.add_writer(self._channel.fileno(), self._flush_process)
-
-    def _flush_process(self) -> None:
-        done = True  # also after an error: the loop would report the broken socket as writable without end
-        with contextlib.suppress(ConnectionError):
-            done = self._channel.flush()
-        if done:
-            self._loop.remove_writer(self._channel.fileno())
+                flush_later(self._loop, self._channel)
 
     def _steer(self) -> None:
         """Start or stop reading from the loader and from the process, as the queue to the loader allows."""

@@ -17,7 +17,7 @@ from math import inf
 from typing import Any, TypeAlias
 
 from asyncloader.base.bridge import in_thread
-from asyncloader.base.peer_text import LineLimit, line_of
+from asyncloader.base.peer_text import line_of
 from asyncloader.service.node.admission import Refused
 from asyncloader.service.node.hosted_connection import ConnectionOpening
 from asyncloader.service.node.worker_connections import LocalConnection, RelayedConnection
@@ -32,6 +32,7 @@ from asyncloader.service.node.worker_host import (
     ConnectionEnding,
     HostSetup,
 )
+from asyncloader.service.protocol.connection import flush_later
 from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.records import DatasetInfo, DeathReport
 from asyncloader.service.protocol.shard_plan import PlanRequest
@@ -49,7 +50,6 @@ _ALL_BEGUN_S = 60.0
 """Seconds that the first loaders wait until all processes have their dataset, once one has."""
 _NONE_READY_S = 20.0
 """Seconds that a connection waits for a process: less than a loader waits for an answer."""
-_FAILURES_PER_MINUTE = 6  # that are logged
 _FAILED_S = 60.0
 """Seconds in which a process gets no connections after one ended at no task, if there are other processes."""
 _KILLED = "Its loader had it killed: it was at one task for too long."
@@ -97,7 +97,6 @@ class HostProcesses:
         self.number = number
         self.deaths = 0
         self._by = {"peer": f"processes of {setup.target}"}  # the log bounds the lines of each peer
-        self._logged = LineLimit(_FAILURES_PER_MINUTE)
         self._requests = 0  # numbers connections and plans; no number is used twice
         self._users = 0  # handshakes that are about to open a connection
         self._tasks_of_dead, self._busy_of_dead = 0, 0.0
@@ -281,14 +280,10 @@ class HostProcesses:
         if not self.running:  # else the dataset can be made, and loaders have processes
             self.problem = line_of(problem, MOST_PROBLEM)
         self._begins(number)
-        now = asyncio.get_running_loop().time()
         if self._closing.is_set():
             return
-        if self._logged.admits(now):
-            text = (
-                "process %d has no dataset, and tries again in %.1f s (%d more failures since the last such line): %s"
-            )
-            _log.warning(text, number, pause, self._logged.take_left_out(), problem)
+        text = "process %d has no dataset, and tries again in %.1f s: %s"
+        _log.warning(text, number, pause, problem, extra=self._by)
         self._keep(number, pause)
 
     def _died(self, number: int, made: _Process, pause: float) -> None:
@@ -395,14 +390,7 @@ class HostProcesses:
     def _ask(self, made: _Process, kind: int, request: Any, fds: Sequence[int] = ()) -> None:
         """Send a request to a process."""
         if not made.process.channel.send(wire.pack(kind, pickle.dumps(request)), fds):
-            asyncio.get_running_loop().add_writer(made.process.channel.fileno(), self._flush, made)
-
-    def _flush(self, made: _Process) -> None:
-        done = True  # also after an error: the loop would report the broken socket as writable without end
-        with contextlib.suppress(ConnectionError):  # the process is dying, and `_died` will be called
-            done = made.process.channel.flush()
-        if done:
-            asyncio.get_running_loop().remove_writer(made.process.channel.fileno())
+            flush_later(asyncio.get_running_loop(), made.process.channel)
 
     def close_connection(self, number: int) -> None:
         """Note that the node's end of this connection is closed."""

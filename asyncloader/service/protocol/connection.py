@@ -10,6 +10,7 @@ comes before and behind them, as a copy of them takes less time than a system ca
 from __future__ import annotations
 
 import array
+import asyncio
 import contextlib
 import fcntl
 import socket
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from asyncloader.service.protocol.frames import HEADER_BYTES, MOST_BODY, Header, pack_header, unpack_header
-from asyncloader.workers.ipc.channel import SendQueue, close_quietly
+from asyncloader.workers.ipc.channel import Channel, SendQueue, close_quietly
 
 _READ = 1 << 12  # small, because payload bytes that it reads are copied once more
 _SMALL = 96 << 10  # bytes of a payload that may be copied, and is sent together with its header
@@ -38,6 +39,19 @@ def shut_down(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
         # Not `sock.shutdown`: `SSLSocket` would drop its TLS state. Bytes that have come would then be read encrypted,
         # and later data would be sent unencrypted.
         socket.socket.shutdown(sock, how)
+
+
+def flush_later(loop: asyncio.AbstractEventLoop, sender: Link | Channel) -> None:
+    """Have the loop send what waits, whenever the socket takes more of it."""
+
+    def writable() -> None:
+        done = True  # also after an error: the loop would report the broken socket as writable without end
+        with contextlib.suppress(ConnectionError):  # its reader, or the process's pidfd, reports the end
+            done = sender.flush()
+        if done:
+            loop.remove_writer(sender.fileno())
+
+    loop.add_writer(sender.fileno(), writable)
 
 
 class Message(NamedTuple):

@@ -13,15 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-    random_split,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, WeightedRandomSampler
 
 ROWS = 48
 
@@ -52,11 +44,6 @@ def tensors() -> Any:
     return DataLoader(dataset, 4, shuffle=True, num_workers=2, generator=_seeded())
 
 
-def concatenated_parts() -> Any:
-    first, second = random_split(Rows(), [20, ROWS - 20], generator=_seeded())
-    return DataLoader(ConcatDataset([second, first]), 5, num_workers=2, drop_last=True)
-
-
 def weighted() -> Any:
     sampler = WeightedRandomSampler(torch.arange(1.0, ROWS + 1).tolist(), ROWS, generator=_seeded())
     return DataLoader(Rows(), 4, sampler=sampler, num_workers=1)
@@ -64,12 +51,6 @@ def weighted() -> Any:
 
 def distributed() -> Any:
     return DataLoader(Rows(), 4, sampler=DistributedSampler(Rows(), 2, 1, seed=3), num_workers=2)
-
-
-def datapipe() -> Any:
-    pipes = import_module("torch.utils.data.datapipes.iter")
-    pipe = pipes.IterableWrapper(range(ROWS)).sharding_filter().map(torch.tensor)
-    return DataLoader(pipe, 4, num_workers=2)
 
 
 # ----------------------------------------------------------------------------------------------- Hugging Face
@@ -84,25 +65,8 @@ def hf_map() -> Any:
     return DataLoader(_table().with_format("torch"), 8, shuffle=True, num_workers=2, generator=_seeded())
 
 
-def _whole(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    return {"id": batch["id"], "sum": [sum(vector) for vector in batch["vector"]]}
-
-
-def hf_transform() -> Any:
-    return DataLoader(_table().with_transform(_whole), 8, num_workers=2)
-
-
-def hf_mapped() -> Any:
-    return DataLoader(_table().map(_whole, batched=True).shuffle(seed=3).with_format("numpy"), 8, num_workers=2)
-
-
 def hf_stream() -> Any:
     return DataLoader(_table().to_iterable_dataset(num_shards=4).with_format("torch"), 4, num_workers=2)
-
-
-def hf_shuffled_stream() -> Any:
-    stream = _table().to_iterable_dataset(num_shards=4).shuffle(seed=3, buffer_size=8).with_format("torch")
-    return DataLoader(stream, 4, num_workers=2)
 
 
 # ------------------------------------------------------------------------------------------------ webdataset
@@ -126,23 +90,12 @@ def web_shards() -> Any:
     return DataLoader(dataset, 4, num_workers=2)
 
 
-def web_shuffled() -> Any:
-    wds = import_module("webdataset")
-    dataset = wds.WebDataset(_shards(), shardshuffle=4, seed=5).shuffle(8, seed=5).decode().to_tuple("npy", "cls")
-    return DataLoader(dataset, 4, num_workers=2)
-
-
 # ------------------------------------------------------------------------------------------------- torchdata
 
 
 def torchdata_loader() -> Any:
     kind = import_module("torchdata.stateful_dataloader").StatefulDataLoader
     return kind(Rows(), 4, shuffle=True, num_workers=2, generator=_seeded())
-
-
-def torchdata_sampler() -> Any:
-    samplers = import_module("torchdata.stateful_dataloader.sampler")
-    return DataLoader(Rows(), 4, sampler=samplers.RandomSampler(Rows(), generator=_seeded()), num_workers=2)
 
 
 # ------------------------------------------------------------------------------------------------ trainers
@@ -153,11 +106,6 @@ def lightning_module() -> Any:
     return pytorch.LightningDataModule.from_datasets(
         train_dataset=Rows(), batch_size=4, num_workers=2
     ).train_dataloader()
-
-
-def accelerated() -> Any:
-    accelerator = import_module("accelerate").Accelerator(cpu=True)
-    return accelerator.prepare(DataLoader(Rows(), 4, shuffle=True, num_workers=2))
 
 
 # ------------------------------------------------------------------------------------------------ asyncloader
