@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from math import inf
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
@@ -154,31 +153,6 @@ def lanes(units: Iterable[Unit]) -> tuple[list[tuple[int, Unit]], int]:
     return placed, left_out
 
 
-def clock_offset(least: float, most: float) -> float:
-    """Return the seconds by which a node's clock is ahead of this machine's, given bounds.
-
-    A message is received after it was sent. So each task that reaches a node, and each answer that comes back, bounds
-    the difference from one side; the messages that were fastest bound it best. With the clocks joined so, no message is
-    received before it was sent.
-    """
-    if least <= 0.0 <= most:  # both may have one clock
-        return 0.0
-    if least == -inf or most == inf:
-        return most if least == -inf else least
-    return (least + most) / 2
-
-
-def _join_clocks(made: Iterable[MadeRecord], spans: Iterable[TaskSpans | None]) -> dict[str, float]:
-    """The offset of each node's clock, which all of its workers have."""
-    bounds: dict[str, tuple[float, float]] = defaultdict(lambda: (-inf, inf))
-    for each, known in zip(made, spans, strict=True):
-        if known is not None and each.source.node:
-            least, most = bounds[each.source.node]
-            there = known.begin - known.asked if known.asked else inf
-            bounds[each.source.node] = max(least, known.end - each.arrived), min(most, there)
-    return {node: clock_offset(*each) for node, each in bounds.items()}
-
-
 # ------------------------------------------------------------------------------------------------ tracks
 
 _Group: TypeAlias = tuple[int, str]  # of lanes: the first lane's number, and the name
@@ -230,13 +204,12 @@ class _Maker:
         """Sort the records by tracks."""
         made = [each for each in records if isinstance(each, MadeRecord)]
         spans = [unpack(each.spans, each.epoch, each.seq) for each in made]
-        offsets = _join_clocks(made, spans)
         ordered = {(each.run, each.seq): each.at for each in records if isinstance(each, OrderedRecord)}
         taken = {(each.run, each.seq): each for each in records if isinstance(each, BatchRecord)}
         for each, of_task in zip(made, spans, strict=True):
             key = each.run, each.seq
             batch = taken.get(key)
-            self._made(each, of_task, offsets.get(each.source.node, 0.0))
+            self._made(each, of_task)
             if batch is None or batch.worker == each.source.worker:  # else another worker's was delivered
                 self._ready(each, ordered.get(key), batch)
         by_worker = {(each.run, each.seq, each.source.worker): each for each in made}
@@ -252,19 +225,19 @@ class _Maker:
             elif isinstance(record, EventRecord):
                 self._instant(self._track_of(record.worker), record.at, record.name, record.figures)
 
-    def _made(self, made: MadeRecord, spans: TaskSpans | None, offset: float) -> None:
+    def _made(self, made: MadeRecord, spans: TaskSpans | None) -> None:
         track, name = self._track(made.source), f"batch {made.seq}"
         figures: dict[str, Any] = {"iterator": made.run, "batch": made.seq, "samples": made.samples}
         figures["bytes"] = made.nbytes
         if made.skipped:
             self._instant(track, made.arrived, "samples skipped", {"samples": made.skipped})
         if spans is None:
-            # It was asked for before the trace began, or its node knows no traces: then all that is known is how long
+            # It was asked for before the trace began, or of a worker over a network: then all that is known is how long
             # its worker was busy, which of an asynchronous worker is CPU time.
             self._add(track, _TASKS, self._span(name, made.sent - made.busy, made.sent, **figures))
             return
         if spans.asked:
-            figures["queue_ms"] = round(1e3 * max(0.0, spans.begin - offset - spans.asked), 3)
+            figures["queue_ms"] = round(1e3 * max(0.0, spans.begin - spans.asked), 3)
         inner: list[Span] = []
         within = 0.0  # seconds of collation, which the time of the fetch leaves out
         for own, found in ((True, spans.own), (False, spans.loose)):
@@ -275,15 +248,15 @@ class _Maker:
                 elif own and stage == "decode":
                     figures["decode_ms"] = round(1e3 * seconds, 3)
                 if stage == "retry":
-                    self._instant(track, end - offset, "retry", {"batch": made.seq} if own else {})
+                    self._instant(track, end, "retry", {"batch": made.seq} if own else {})
                 elif stage not in _NOT_DRAWN:
-                    span = self._span(stage, end - offset - length, end - offset)
+                    span = self._span(stage, end - length, end)
                     # Reads are many at a time within a batch: they have lanes of their own.
                     if own and stage != "read":
                         inner.append(span)
                     else:
                         self._add(track, _READS, span)
-        self._add(track, _TASKS, self._span(name, spans.begin - offset, spans.end - offset, **figures), *inner)
+        self._add(track, _TASKS, self._span(name, spans.begin, spans.end, **figures), *inner)
 
     def _ready(self, made: MadeRecord, ordered: float | None, batch: BatchRecord | None) -> None:
         """The time from a batch's arrival to its delivery, or to the end of the trace."""

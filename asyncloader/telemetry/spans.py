@@ -9,7 +9,7 @@ answer, in a frame before it. Spans of code that runs for no task, as of a strea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from struct import Struct
 from time import perf_counter
@@ -103,21 +103,6 @@ class SpanLog:
             loose.append(self._loose.popleft())
         head = _HEAD.pack(epoch, seq, task.asked, task.begin, perf_counter(), len(own))
         return head + b"".join(_SPAN.pack(_NUMBER[name], end, seconds) for name, end, seconds in own + loose)
-
-
-def with_asked(body: bytes, asked_at: Callable[[int, int], float]) -> bytes:
-    """Set when the task was sent: a node's worker has only the time when the node passed the task on.
-
-    Args:
-        body: of the frame.
-        asked_at: returns when a task was sent, given its epoch and its number.
-
-    Raises:
-        ValueError: these are no spans.
-    """
-    epoch, seq, _, begin, end, own = _head(body)
-    asked = asked_at(epoch, seq)
-    return _HEAD.pack(epoch, seq, asked, begin, end, own) + body[_HEAD.size :]
 
 
 def _head(body: bytes) -> tuple[int, int, float, float, float, int]:

@@ -23,7 +23,6 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, flush_later, shut_down
 from asyncloader.service.protocol.frames import Header
-from asyncloader.telemetry.spans import with_asked
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.memory import segment
@@ -110,9 +109,9 @@ class RemoteChannel:
             self._timer = loop.call_later(_CHECK_S, self._check)
         if asyncio.current_task(loop) is not None:
             # The user's coroutine takes a batch, and may then compute for long: the task must be on its way before.
-            return self._link.send(wire.TASK, index, epoch=epoch, task=task, traced=sent < 0.0)
+            return self._link.send(wire.TASK, index, epoch=epoch, task=task)
         # In a callback, often one of several tasks: they go in one call, and wake the node once, when it has returned.
-        if self._link.put(wire.TASK, index, epoch=epoch, task=task, traced=sent < 0.0):
+        if self._link.put(wire.TASK, index, epoch=epoch, task=task):
             loop.call_soon(self._send_put)
         return True
 
@@ -143,8 +142,6 @@ class RemoteChannel:
                 header, body = message
                 if header.kind == wire.RESULT:
                     yield wire.RESULT, self._result(header, body)
-                elif header.kind == wire.SPANS:
-                    yield wire.SPANS, with_asked(body, self._sent_at)
                 elif header.kind == frames.DIED:
                     self.death = body
                     self._end("its process died")
@@ -161,10 +158,6 @@ class RemoteChannel:
             self.distrust(f"a batch for which this machine has no memory: {error}")
         if self._link.ended:
             self._end(self.why)
-
-    def _sent_at(self, epoch: int, task: int) -> float:
-        """Return when a task was sent; 0.0: no such task is open."""
-        return self._tasks.get((epoch, task), (0, 0, 0.0))[2]
 
     def _answered(self, kind: int, body: bytes) -> None:
         if kind in (wire.ERROR, wire.ALL_DROPPED, wire.STREAM_ENDED):

@@ -86,7 +86,6 @@ class RelayedConnection:
         self._idle = asyncio.Event()
         self._sent = asyncio.Event()
         self._draining = False
-        self._traced = False  # whether the loader asks for the spans of its tasks
         self._reads = True
         self._silent: asyncio.TimerHandle | None = None
         self._loop.add_reader(link.fileno(), self._on_link)
@@ -135,7 +134,6 @@ class RelayedConnection:
     def _take(self, message: Message) -> None:
         kind, body = message.header.kind, message.body
         if kind == wire.TASK:
-            self._traced = message.header.traced
             self._task(message.header.epoch, message.header.task, body)
         elif kind in _PASSED_ON:
             if kind == wire.RESET:
@@ -180,8 +178,7 @@ class RelayedConnection:
         self._given_bytes += len(index)
         self._renew_ring()
         number, slot = self._rings.assign(epoch, task)
-        sent = -perf_counter() if self._traced else perf_counter()
-        self._send_frame(wire.pack_task(epoch, task, slot, number, sent, index))
+        self._send_frame(wire.pack_task(epoch, task, slot, number, perf_counter(), index))
 
     def _give_soon(self) -> None:
         # Not at once: the quota calls this when a message was sent, from inside `Link.flush` of this connection or of

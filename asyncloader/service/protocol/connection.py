@@ -125,7 +125,6 @@ class Link:
         payload: memoryview | None = None,
         sent: Callable[[], None] | None = None,
         fd: int = -1,
-        traced: bool = False,
     ) -> bool:
         """Send a message, after those that are still unsent. Returns whether everything is sent.
 
@@ -137,13 +136,12 @@ class Link:
             payload: its bytes, which must not change until `sent` is called.
             sent: called once the whole message was sent, or the link was closed.
             fd: a descriptor to pass with it; the caller may close its own at once.
-            traced: whether it is a task that asks for its spans.
 
         Raises:
             ConnectionError: the other end is closed.
         """
         nbytes = 0 if payload is None else payload.nbytes
-        head = pack_header(kind, len(body), epoch, task, nbytes, traced=traced) + body
+        head = pack_header(kind, len(body), epoch, task, nbytes) + body
         if self._joined:
             self._queue_joined()
         if payload is not None and self._tls and len(head) + nbytes <= _RECORD:
@@ -167,13 +165,13 @@ class Link:
             self.unsent.put(payload.cast("B")[max(0, done - len(head)) :], (), sent, owned=False)
         return self.flush()
 
-    def put(self, kind: int, body: bytes, *, epoch: int = 0, task: int = 0, traced: bool = False) -> bool:
+    def put(self, kind: int, body: bytes, *, epoch: int = 0, task: int = 0) -> bool:
         """Queue a message without sending it: the next `send` or `flush` sends all that were put, in one call.
 
         Args: as `send`. Returns whether it is the first of them, so that the caller has to call `flush` soon.
         """
         first = not self._joined
-        self._joined += pack_header(kind, len(body), epoch, task, traced=traced)
+        self._joined += pack_header(kind, len(body), epoch, task)
         self._joined += body
         return first
 

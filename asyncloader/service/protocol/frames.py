@@ -6,8 +6,7 @@ A message is a header of 32 bytes, a body, and a payload; numbers are little-end
 
     4  the bytes ``ALS1``: the protocol and its version
     1  kind
-    1  1: a task that asks for its spans, for a trace; else 0
-    2  zero
+    3  zero
     4  bytes of the body
     4  epoch
     8  task
@@ -34,7 +33,7 @@ MOST_BODY: Final = 64 << 20
 """Bytes of a body, at most: a dataset's state may be large."""
 
 _MAGIC = b"ALS1"
-_HEADER = struct.Struct("<4sB?2xIIQQ")
+_HEADER = struct.Struct("<4sB3xIIQQ")
 HEADER_BYTES: Final = _HEADER.size
 assert HEADER_BYTES == 32
 
@@ -47,14 +46,11 @@ class Header(NamedTuple):
     epoch: int
     task: int
     payload: int
-    traced: bool = False
 
 
-def pack_header(
-    kind: int, body: int = 0, epoch: int = 0, task: int = 0, payload: int = 0, *, traced: bool = False
-) -> bytes:
+def pack_header(kind: int, body: int = 0, epoch: int = 0, task: int = 0, payload: int = 0) -> bytes:
     """Pack the header of a message."""
-    return _HEADER.pack(_MAGIC, kind, traced, body, epoch, task, payload)
+    return _HEADER.pack(_MAGIC, kind, body, epoch, task, payload)
 
 
 def unpack_header(data: bytes | bytearray | memoryview, most_body: int, most_payload: int, start: int = 0) -> Header:
@@ -64,9 +60,9 @@ def unpack_header(data: bytes | bytearray | memoryview, most_body: int, most_pay
         ValueError: these are no header's bytes, or a length is over its limit.
     """
     # Before the body is read: memory for it is allocated only if its length is within the limit.
-    magic, kind, traced, body, epoch, task, payload = _HEADER.unpack_from(data, start)
+    magic, kind, body, epoch, task, payload = _HEADER.unpack_from(data, start)
     if magic != _MAGIC:
         raise ValueError(f"broken stream: {magic!r} where a message begins; this is protocol {_MAGIC.decode()}")
     if body > most_body or payload > most_payload:
         raise ValueError(f"broken stream: a message of {body:,} and {payload:,} bytes, over the limit")
-    return Header(kind, body, epoch, task, payload, traced)
+    return Header(kind, body, epoch, task, payload)

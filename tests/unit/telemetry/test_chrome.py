@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 from hypothesis import given
@@ -14,7 +13,6 @@ from asyncloader.telemetry.chrome import (
     Span,
     StageRecord,
     Unit,
-    clock_offset,
     lanes,
     nested,
 )
@@ -75,23 +73,6 @@ def test_a_fetch_has_its_collation_within() -> None:
         ("fetch", 6e6, 5e6),
         ("collate", 9e6, 1e6),
     ]
-
-
-SECONDS = st.floats(0.0, 10.0)
-
-
-@given(st.floats(-1e6, 1e6), st.lists(st.tuples(SECONDS, SECONDS), min_size=1))
-def test_no_message_comes_before_it_was_sent(ahead: float, delays: list[tuple[float, float]]) -> None:
-    """The joined clock is wrong by half of the fastest round trip at most; it is the same where it may be."""
-    there, back = (min(each) for each in zip(*delays, strict=True))
-    offset = clock_offset(ahead - back, ahead + there)
-    if offset:
-        assert abs(offset - ahead) <= (there + back) / 2 + 1e-6
-    else:
-        assert -there <= ahead <= back or ahead == 0
-    assert clock_offset(-inf, inf) == 0.0
-    assert clock_offset(4.0, inf) == 4.0
-    assert clock_offset(-inf, -4.0) == -4.0
 
 
 def events(records: Any, phases: str) -> list[dict[str, Any]]:

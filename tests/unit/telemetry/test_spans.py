@@ -8,7 +8,7 @@ import pytest
 
 from asyncloader.telemetry import counters
 from asyncloader.telemetry.counters import STAGES, Recorder, span
-from asyncloader.telemetry.spans import SpanLog, unpack, with_asked
+from asyncloader.telemetry.spans import SpanLog, unpack
 from asyncloader.workers.ipc.wire import MOST_SPAN_BYTES
 
 
@@ -33,8 +33,6 @@ def test_spans_of_a_task_and_of_none() -> None:
     assert second is not None
     assert [name for name, _, _ in second.loose] == ["collate"]
     assert unpack(body, 2, 5) is None
-    moved = unpack(with_asked(body, lambda epoch, seq: 100.0 * epoch + seq), 2, 4)
-    assert moved == second._replace(asked=204.0)
     log.stop()
     assert recorder.sink is None
 
@@ -89,8 +87,6 @@ def test_two_workers_of_a_process() -> None:
 def test_bytes_that_are_no_spans(body: bytes) -> None:
     """Of a node that cannot be trusted."""
     assert unpack(body, 0, 0) is None
-    with pytest.raises(ValueError, match="broken stream"):
-        with_asked(body, lambda *_: 0.0)
 
 
 def test_numbers_that_cannot_be() -> None:
