@@ -114,15 +114,13 @@ def describe(error: BaseException) -> str:
     for chain in (True, False):
         with contextlib.suppress(Exception):  # its own methods raise, or its causes are too many for the stack
             hide_our_frames(error)
-            return "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=chain))
-    name, text = "an exception whose name cannot be told", ""
-    with contextlib.suppress(Exception):
-        name = str(type(error).__name__)
-    with contextlib.suppress(Exception):
-        text = str(error)
+            return "".join(traceback.format_exception(error, chain=chain))
     # By the method of the base: the class's own may raise.
     frames = "".join(traceback.format_tb(BaseException.__getattribute__(error, "__traceback__")))
-    return f"Traceback (most recent call last):\n{frames}{name}: {text}\n"
+    text = "its text cannot be made"
+    with contextlib.suppress(Exception):
+        text = str(error)
+    return f"Traceback (most recent call last):\n{frames}{_name(type(error))}: {text}\n"
 
 
 def caught(where: str) -> Any:

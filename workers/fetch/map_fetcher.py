@@ -22,10 +22,10 @@ begun are skipped, and those that have begun run to their end.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import copy_context
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise, repeat
 from time import perf_counter
 from typing import Any
 
@@ -259,88 +259,66 @@ class MapFetcher:
 
     def _torch_samples(self, index: Any) -> Any:
         """Return the samples as torch's fetcher gets them."""
-        dataset, decoder = self._maker.dataset, self._maker.decoder
+        dataset, decoder, slow = self._maker.dataset, self._maker.decoder, self._maker.slow
         if not self._auto_collation:
-            return self._single(index, None)
+            return self._one_by_one([index], [None])[0]
         if getattr(dataset, "__getitems__", None):  # as in torch, it may be None
             samples = self._get_batch(index, None)
             return samples if decoder is None else self._decoded(index, None, samples)
-        indices = iter(index)
+        if slow.fetched_s >= CHEAP_S * slow.fetched:  # `slow.timing`, inlined
+            return self._one_by_one(index, repeat(None))
+        indices, began = iter(index), perf_counter()
         try:
             # Nothing counts the samples here, which would cost time for each: `_describe_last` finds the one that
             # raised by the length that is left of the iterator.
-            began, slow = perf_counter(), self._maker.slow
-            if slow.fetched_s >= CHEAP_S * slow.fetched:  # `slow.timing`, inlined
-                return self._timed_samples(indices)
             if decoder is None:
                 samples = [dataset[one] for one in indices]
             else:
                 samples = [decoder.call(dataset[one]) for one in indices]
-            slow.fetched += len(samples)
-            slow.fetched_s += perf_counter() - began
         except Exception as error:
             add_note(error, _describe_last(index, indices))
             raise
-        return samples
-
-    def _timed_samples(self, indices: Iterator[Any]) -> list[Any]:
-        dataset, decoder = self._maker.dataset, self._maker.decoder
-        made, samples, ends = list[Any](), list[Any](), [perf_counter()]
-        for one in indices:
-            sample = dataset[one]
-            samples.append(sample if decoder is None else decoder.call(sample))
-            ends.append(perf_counter())
-            made.append(one)
-        self._note(made, ends)
+        slow.fetched += len(samples)
+        slow.fetched_s += perf_counter() - began
         return samples
 
     def _seeded_samples(self, first: BatchPosition, index: Any) -> Any:
-        maker = self._maker
+        maker, slow = self._maker, self._maker.slow
         if not self._auto_collation:
-            return self._single(index, maker.position(first, 0))
+            return self._one_by_one([index], [maker.position(first, 0)])[0]
         if self._batched_get:
             samples = self._get_batch(index, first)
             return samples if maker.decoder is None else self._decoded(index, first, samples)
         assert maker.seeding is not None
-        samples, ends = list[Any](), [perf_counter()]
         if isinstance(first, tuple):
-            for item, (one, position) in enumerate(zip(index, first, strict=True)):
-                samples.append(self._one(one, position, item))
-                ends.append(perf_counter())
-            self._note(index, ends)
-            return samples
+            return self._one_by_one(index, first)
+        if slow.fetched_s >= CHEAP_S * slow.fetched:  # `slow.timing`, inlined
+            return self._one_by_one(index, count(first, maker.seeding.replicas))
         # `maker.make`, inlined: this runs once per sample.
-        dataset, decoder, slow = maker.dataset, maker.decoder, maker.slow
-        timing = slow.fetched_s >= CHEAP_S * slow.fetched  # `slow.timing`, inlined
+        dataset, decoder, samples, began = maker.dataset, maker.decoder, list[Any](), perf_counter()
         for one, position in zip(index, maker.seeding.samples.each(first, maker.seeding.replicas), strict=False):
             try:
                 sample = dataset[one]
                 samples.append(sample if decoder is None else decoder.call(sample))
-                if timing:
-                    ends.append(perf_counter())
             except Exception as error:
                 add_note(error, describe_sample(one, len(samples), position))
                 raise
-        if timing:
-            self._note(index, ends)
-        else:
-            slow.fetched += len(samples)
-            slow.fetched_s += perf_counter() - ends[0]
+        slow.passed(len(samples), perf_counter() - began)
         return samples
 
-    def _single(self, index: Any, position: int | None) -> Any:
-        """The sample of an index, which is a batch."""
-        began = perf_counter()
-        sample = self._one(index, position)
-        self._note([index], [began, perf_counter()])
-        return sample
-
-    def _one(self, index: Any, position: int | None, item: int | None = None) -> Any:
-        try:
-            return self._maker.make(index, position)
-        except Exception as error:
-            add_note(error, describe_sample(index, item, position))
-            raise
+    def _one_by_one(self, index: Iterable[Any], positions: Iterable[int | None]) -> list[Any]:
+        """Return the samples of these indices, which are timed."""
+        made, samples, ends = list[Any](), list[Any](), [perf_counter()]
+        for one, position in zip(index, positions, strict=False):
+            try:
+                samples.append(self._maker.make(one, position))
+            except Exception as error:
+                add_note(error, describe_sample(one, len(made) if self._auto_collation else None, position))
+                raise
+            ends.append(perf_counter())
+            made.append(one)
+        self._note(made, ends)
+        return samples
 
 
 class ThreadMapFetcher(MapFetcher):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -146,7 +145,7 @@ def seed_worker(base_seed: int, worker_id: int) -> int:
     """
     seed = base_seed + worker_id
     random.seed(seed)
-    _seed_torch(seed)
+    torch.manual_seed(seed)
     np.random.seed(torch_worker._generate_state(base_seed, worker_id))
     return seed
 
@@ -158,23 +157,6 @@ def seed_cpu_generators(base_seed: int, stream: int) -> None:
     random.seed(base_seed + stream)
     torch.default_generator.manual_seed(base_seed + stream)
     np.random.seed(torch_worker._generate_state(base_seed, stream))
-
-
-def _seed_torch(seed: int) -> None:
-    """`torch.manual_seed`, without reading source files.
-
-    For each kind of accelerator that is not initialized yet, torch keeps the seed with the text of the stack, to show
-    it should the seeding fail later. The text is what costs: 6 ms of a worker's start. Without frames it is empty.
-    """
-    limit: int | None = getattr(sys, "tracebacklimit", None)
-    sys.tracebacklimit = 0
-    try:
-        torch.manual_seed(seed)
-    finally:
-        if limit is None:
-            del sys.tracebacklimit
-        else:
-            sys.tracebacklimit = limit
 
 
 def install_worker_info(worker_id: int, num_workers: int, seed: int, dataset: Any) -> None:

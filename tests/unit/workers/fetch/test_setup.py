@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import random
-import sys
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,22 +42,6 @@ def test_seeds_are_torchs_to_the_bit() -> None:
         assert seed_worker(int(base_seed), worker) == base_seed + worker
         ours[worker], ours[worker + 2] = (Draws()[0] for _ in range(2))
     assert [ours[n] for n in range(4)] == theirs
-
-
-@pytest.mark.parametrize("limit", [None, 7])
-def test_seeding_reads_no_source_files(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps the stack with the seed of a device that may be used later: without its text, which takes
-    milliseconds. Later tracebacks are as long as before.
-    """
-    if limit is None:
-        monkeypatch.delattr(sys, "tracebacklimit", raising=False)
-    else:
-        monkeypatch.setattr(sys, "tracebacklimit", limit, raising=False)
-    seeds: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: seeds.append((seed, traceback.format_stack())))
-    seed_worker(5, 2)
-    assert seeds == [(7, [])]
-    assert getattr(sys, "tracebacklimit", None) == limit
 
 
 def test_worker_info_is_torchs() -> None:
