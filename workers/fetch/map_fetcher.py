@@ -235,7 +235,8 @@ class MapFetcher:
     ) -> list[Any]:
         """Decode the samples of a whole batch concurrently, in the decoder's threads or else in these."""
         contexts, took, began = self._maker.contexts(first, len(samples)), list[float](), perf_counter()
-        found = await decoder.decode_each(samples, contexts, took, until_failure=True, threads=threads)
+        threads = decoder.threads or threads
+        found = await run_each(threads, lambda item: decoder.call(samples[item]), contexts, took, until_failure=True)
         self._raise_failure(found, index, first, samples)
         self._maker.slow.note(took, partial(self._name, index), perf_counter() - began)
         return found

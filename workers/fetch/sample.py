@@ -16,10 +16,9 @@ Rules that blocking and asynchronous fetching share are written once, as corouti
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +30,7 @@ from asyncloader.workers.fetch.dataset_kinds import fetches_samples, is_awaited
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_shard, note_stream_sample
 from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition, EpochSeeding
-from asyncloader.workers.fetch.threads import JobThreads, run_each
+from asyncloader.workers.fetch.threads import JobThreads
 
 T = TypeVar("T")
 
@@ -106,40 +105,9 @@ class Decoder:
             seconds += self._durations.popleft()
         return seconds
 
-    def call_in_thread(self, sample: Any, context: Context | None = None) -> asyncio.Future[Any]:
-        """Have a thread decode the sample, in a copy of `context` (default: the current one)."""
-        assert self.threads is not None
-        return self.threads.call(self.call, sample, context)
-
-    async def decode_each(
-        self,
-        samples: Sequence[Any],
-        contexts: Iterable[Context],
-        took: list[float],
-        *,
-        until_failure: bool,
-        threads: JobThreads | None = None,
-    ) -> list[Any]:
-        """Return for each sample, in their order, the decoded sample or a `Failure`. See `run_each`.
-
-        Args:
-            samples: as read. Each is taken out of the sequence in the thread that decodes it, which may make it.
-            contexts: the context of each sample.
-            took: gets the seconds of each sample, in their order.
-            until_failure: begin no samples after one has failed.
-            threads: used if the decoder has none.
-        """
-
-        def decode(item: int) -> Any:
-            return self.call(samples[item])
-
-        return await run_each(self.threads or threads, decode, contexts, took, until_failure=until_failure)
-
-    async def decode(self, sample: Any, context: Context | None = None) -> Any:
-        """Return the decoded sample. Runs in a copy of `context` (default: the current one)."""
-        if self.threads is not None:
-            return await self.call_in_thread(sample, context)
-        return self.call(sample) if context is None else context.copy().run(self.call, sample)
+    async def decode(self, sample: Any) -> Any:
+        """Return the decoded sample. Runs in a copy of the current context."""
+        return self.call(sample) if self.threads is None else await self.threads.call(self.call, sample)
 
 
 class SampleRequest(NamedTuple):

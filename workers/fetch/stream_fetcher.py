@@ -16,8 +16,8 @@ affected.
 A batch that is interrupted, by a store that failed or by Ctrl-C, keeps the samples that were read for it: the next call
 goes on with them.
 
-With a `decode` that runs in threads, samples are decoded while later samples are read, and several of a
-batch at a time; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
+With a `decode` that runs in threads, samples are decoded while later samples are read, and several of a batch at a
+time; they keep their order. A sample whose decoding raises has been read: the stream goes on after it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,38 @@ from itertools import pairwise, repeat
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from asyncloader.base.shielding import retrieve_error
 from asyncloader.errors import is_about_sample, is_tried_again, left_a_generator
 from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import EndOfData, StreamErrors, not_the_end, over_after
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
-from asyncloader.workers.fetch.sample import Decoder, SampleMaker, SampleRequest, run_blocking
+from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
 from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
-from asyncloader.workers.fetch.threads import Failure
+from asyncloader.workers.fetch.threads import Failure, run_each
 
 _OVER: Any = object()
+
+
+class _Undecoded(NamedTuple):
+    """Samples that were read and are not decoded yet, or the `Failure` of reading one: the number of the first, and the
+    results that threads are making of them, if these have begun.
+    """
+
+    first: int
+    samples: Any
+    begun: list[asyncio.Future[Any]]
+
+    def cancel(self) -> _Undecoded:
+        """Decode no more of them; a call that has begun runs to its end. Returns them, not begun."""
+        for future in self.begun:
+            future.add_done_callback(retrieve_error)
+            future.cancel()
+        return _Undecoded(self.first, self.samples, [])
+
+
+def _outcome(result: asyncio.Future[Any]) -> Any:
+    error = result.exception()
+    return Failure(error) if isinstance(error, Exception) else result.result()  # which raises what ends a process
 
 
 class StreamFetcher:
@@ -79,6 +102,7 @@ class StreamFetcher:
         self._data: list[Any] = []
         self._count = 0
         self._read: list[Any] = []
+        self._undecoded: _Undecoded | None = None
         self._records: list[SkippedSample] = []
         self._maker = maker
         self._auto_collation = auto_collation
@@ -125,7 +149,7 @@ class StreamFetcher:
             self._data, self._count = [], 0
 
     def _end_batch(self) -> None:
-        self._data, self._count = [], 0
+        self._data, self._count, self._undecoded = [], 0, None
 
     def _failed(self, error: BaseException) -> None:
         """Keep the batch's samples, if it is tried again."""
@@ -133,9 +157,10 @@ class StreamFetcher:
             self.samples += len(self._read)
             self._read = []
             # For a package that is missing no sample is left out either.
-            kept = [] if is_about_sample(error) else self._data
+            kept, undecoded = ([], None) if is_about_sample(error) else (self._data, self._undecoded)
             self._end_batch()
-            self._data, self._count = kept, len(kept)
+            self._data, self._undecoded = kept, undecoded
+            self._count = len(kept) + (0 if undecoded is None else len(undecoded.samples))
         elif left_a_generator(error):
             self.broken = self.samples, type(error).__name__
 
@@ -233,18 +258,20 @@ class StreamFetcher:
         """
         maker, iterator = self._maker, self.dataset_iter
         decoder, asynchronous = maker.decoder, maker.asynchronous
+        later = asynchronous and decoder is not None and decoder.threads is not None
         seed = None if maker.seeding is None else maker.seeding.samples.sample
-        data, read = self._data, self._read  # samples, or those to be decoded
+        data, read = self._data, self._read
         before = len(records)
         records += self._records
         self._records = []
         over = self.ended
         began, ends, made = self.samples, [perf_counter()], list[Any]()
         try:
-            for at, item in enumerate(data):
-                if isinstance(item, _ReadSample):  # its decoding failed, or was cancelled behind another's
-                    maker.seed(item.request.position)
-                    data[at] = _begin_decoding(decoder, item.raw, item.request)
+            again, self._undecoded = self._undecoded, None
+            if again is not None:
+                for number, sample in enumerate(again.samples, again.first):
+                    maker.seed(number)
+                    self._decode_later(number, sample)
             while self._count < size and not over:
                 number = self.samples
                 # Before the read: the stream's own code draws from the sample's random numbers.
@@ -259,17 +286,25 @@ class StreamFetcher:
                     over = not read or read[0] is _OVER
                     if over:
                         break
+                    sample = read[0]
+                    if later:
+                        sample = self._decode_later(number, sample)
                 except Exception as error:
                     if maker.handler is None or not is_about_sample(error) or self._stream_errors.failed(error, number):
                         maker.note(error, SampleRequest(None, number))
                         raise
                     # It takes a number: later samples have the same random numbers, whether it raises or not.
                     self.samples = number + 1
-                    sample = await maker.on_error(SampleRequest(None, number), error, records)
+                    if later:
+                        sample = self._decode_later(number, Failure(error))
+                    else:
+                        sample = await maker.on_error(SampleRequest(None, number), error, records)
                 else:
-                    sample = read[0]
-                    if decoder is not None:
-                        sample = await self._decode_read(decoder, sample, SampleRequest(None, number), records)
+                    if decoder is not None and not later:
+                        try:
+                            sample = decoder.call(sample)
+                        except Exception as error:
+                            sample = await maker.on_error(SampleRequest(None, number), error, records)
                 made += read[:1] or [None]
                 ends.append(perf_counter())
                 # No calls from here on, so that Ctrl-C cannot interrupt it halfway.
@@ -283,20 +318,16 @@ class StreamFetcher:
                 self._check_end(self.samples)
                 self._end_stream()
             if over and self._drop_last:
-                _cancel_decoding(data)
                 data = []
-            elif decoder is not None and asynchronous:
-                await self._decoded(decoder, data, records)
-                data = [sample for sample in data if sample is not DROPPED]
-        # Also for a cancellation: no thread should decode for a batch that is not taken.
+            else:
+                await self._decode(data, records)
         except BaseException as error:
-            _cancel_decoding(data)
+            if self._undecoded is not None:
+                self._undecoded = self._undecoded.cancel()
             if self.interrupts(error):
                 self._records = records[before:]
                 del records[before:]
             raise
-        # Errors of decoding come after those of reading: sorted, the records are in the order of the stream.
-        records[before:] = sorted(records[before:], key=_by_position)
         if data or not size:
             return data
         if len(records) > before or not over:
@@ -321,64 +352,59 @@ class StreamFetcher:
         finally:
             del dead  # it refers to this frame
 
-    async def _decode_read(
-        self, decoder: Decoder, sample: Any, request: SampleRequest, records: list[SkippedSample]
-    ) -> Any:
-        """Decode the sample that was read last; for an asynchronous stream only begin, and go on in `_decoded`."""
-        if self._maker.asynchronous:
-            return _begin_decoding(decoder, sample, request)
+    def _decode_later(self, number: int, sample: Any) -> Any:
+        """Add a sample of an asynchronous stream, or a `Failure`, to those that `_decode` decodes. Returns `DROPPED`:
+        it is no sample of the batch yet.
+        """
+        if self._undecoded is None:
+            self._undecoded = _Undecoded(number, [], [])
+        decoder = self._maker.decoder
+        assert decoder is not None
+        assert decoder.threads is not None
+        if type(sample) is Failure:
+            result = asyncio.get_running_loop().create_future()
+            result.set_result(sample)
+        else:
+            # Begun while later samples are read, in a copy of this context, which has the sample's random numbers.
+            result = decoder.threads.call(decoder.call, sample)
+        self._undecoded.samples.append(sample)
+        self._undecoded.begun.append(result)
+        return DROPPED
+
+    async def _decode(self, data: list[Any], records: list[SkippedSample]) -> None:
+        """Decode the samples that were read, concurrently, as far as there are threads; append them in their order."""
+        if self._undecoded is None:
+            return
+        (first, samples, begun), maker = self._undecoded, self._maker
+        found: list[Any]
+        if begun:
+            await asyncio.wait(begun)
+            found = list(map(_outcome, begun))
+        else:
+            assert maker.decoder is not None
+            call, contexts = maker.decoder.call, list[Context]()
+            for number in range(first, first + len(samples)):
+                # In the current context, of which the next line takes a copy for this sample's decoding.
+                maker.seed(number)
+                contexts.append(copy_context())
+            start, took, ends = perf_counter(), list[float](), maker.handler is None
+            make, threads = (lambda item: call(samples[item])), maker.decoder.threads
+            found = await run_each(threads, make, contexts, took, until_failure=ends)
+            maker.slow.note(took, partial(self._name, first, samples), perf_counter() - start)
         try:
-            return decoder.call(sample)
-        except Exception as error:
-            return await self._maker.on_error(request, error, records)
-
-    async def _decoded(self, decoder: Decoder, data: list[Any], records: list[SkippedSample]) -> None:
-        """Replace the samples that were read by decoded ones, or by `DROPPED`."""
-        # In the order of the stream, whichever thread is ready first.
-        for at, item in enumerate(data):
-            if not isinstance(item, _ReadSample):
-                continue  # the substitute from `on_error` for a sample that could not be read
-            try:
-                if decoder.threads is not None:
-                    data[at] = await item.decoding
-                else:
-                    data[at] = await decoder.decode(item.raw, item.context)
-            except Exception as error:
-                data[at] = await self._maker.on_error(item.request, error, records)
-
-
-class _ReadSample(NamedTuple):
-    """A sample that was read and is not decoded yet; if a thread decodes it, with the future of the result."""
-
-    request: SampleRequest
-    raw: Any
-    context: Context
-    decoding: Any
-
-
-def _begin_decoding(decoder: Decoder | None, raw: Any, request: SampleRequest) -> _ReadSample:
-    assert decoder is not None
-    context = copy_context()  # holds this sample's random numbers; the next sample gets others
-    decoding = None if decoder.threads is None else decoder.call_in_thread(raw, context)
-    return _ReadSample(request, raw, context, decoding)
-
-
-def _cancel_decoding(data: list[Any]) -> None:
-    """Cancel the decoding of samples that will not be used; decoding that has begun runs to its end."""
-    for item in data:
-        if isinstance(item, _ReadSample) and item.decoding is not None:
-            # Otherwise asyncio would log the error of a decoding that has begun, because no code asks for it.
-            item.decoding.add_done_callback(_retrieve_error)
-            item.decoding.cancel()
-
-
-def _retrieve_error(future: asyncio.Future[Any]) -> None:
-    if not future.cancelled():
-        future.exception()
-
-
-def _by_position(record: SkippedSample) -> int:
-    return -1 if record.position is None else record.position
+            for at, result in enumerate(found):
+                sample = result
+                if isinstance(result, Failure):
+                    # The rest is decoded anew, should this be interrupted.
+                    left = [samples[behind] for behind in range(at, len(samples))]
+                    self._undecoded = _Undecoded(first + at, left, [])
+                    request = SampleRequest(shard_and_key(samples[at]), first + at)
+                    sample = await maker.on_error(request, result.error, records)
+                if sample is not DROPPED:
+                    data.append(sample)
+            self._undecoded = None
+        finally:
+            found.clear()  # it refers to errors, whose tracebacks refer to this frame
 
 
 class WorkerStreamFetcher(StreamFetcher):
@@ -396,7 +422,6 @@ class WorkerStreamFetcher(StreamFetcher):
     def __init__(self, *args: Any, by_column: bool = False, **options: Any) -> None:
         super().__init__(*args, **options)
         self._by_column = by_column
-        self._undecoded: tuple[int, Sequence[Any]] | None = None  # samples of the batch, and the number of the first
         self._begun = False
 
     async def _batch(self, size: int, records: list[SkippedSample]) -> Sequence[Any] | None:
@@ -429,8 +454,7 @@ class WorkerStreamFetcher(StreamFetcher):
         # It has the samples of a call that was interrupted.
         data = self._data
         before = len(records)
-        if self._undecoded is not None:
-            await self._decode(*self._undecoded, data, records)
+        await self._decode(data, records)
         while len(data) < size and not self.ended:
             wanted = size - len(data)
             try:
@@ -457,34 +481,10 @@ class WorkerStreamFetcher(StreamFetcher):
             first, self.samples = self.samples, self.samples + len(samples)
             self._count += len(samples)
             if self._maker.decoder is not None:
-                await self._decode(first, samples, data, records)
+                self._undecoded = _Undecoded(first, samples, [])
+                await self._decode(data, records)
             elif self._by_column and not data and (self.ended or len(samples) == size):
                 return samples
             else:
                 data += samples
         return data
-
-    async def _decode(self, first: int, samples: Sequence[Any], data: list[Any], records: list[SkippedSample]) -> None:
-        """Decode the samples concurrently, as far as there are threads; append them in their order."""
-        decoder, contexts = self._maker.decoder, list[Context]()
-        assert decoder is not None
-        self._undecoded = first, samples
-        for number in range(first, first + len(samples)):
-            # In the current context, of which the next line takes a copy for this sample's decoding.
-            self._maker.seed(number)
-            contexts.append(copy_context())
-        began, took = perf_counter(), list[float]()
-        found = await decoder.decode_each(samples, contexts, took, until_failure=self._maker.handler is None)
-        self._maker.slow.note(took, partial(self._name, first, samples), perf_counter() - began)
-        try:
-            for number, result in enumerate(found, first):
-                sample = result
-                if isinstance(result, Failure):
-                    request = SampleRequest(shard_and_key(samples[number - first]), number)
-                    self._undecoded = number, [samples[at] for at in range(number - first, len(samples))]
-                    sample = await self._maker.on_error(request, result.error, records)
-                if sample is not DROPPED:
-                    data.append(sample)
-            self._undecoded = None
-        finally:
-            found.clear()  # it refers to errors, whose tracebacks refer to this frame

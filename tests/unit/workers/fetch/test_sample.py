@@ -11,7 +11,7 @@ import pytest
 
 from asyncloader.workers.fetch import sample as making
 from asyncloader.workers.fetch.sample import Decoder
-from asyncloader.workers.fetch.threads import Failure, JobThreads
+from asyncloader.workers.fetch.threads import Failure, JobThreads, run_each
 
 CALLS, THREADS = 5000, 4
 
@@ -63,10 +63,8 @@ async def test_a_failure_ends_decoding_on_request(most: int, until_failure: bool
 
     threads = JobThreads(most, "decode") if most else None
     try:
-        decoder = Decoder(decode, threads)
-        found = await decoder.decode_each(
-            range(500), [copy_context() for _ in range(500)], [], until_failure=until_failure
-        )
+        contexts = [copy_context() for _ in range(500)]
+        found = await run_each(threads, decode, contexts, [], until_failure=until_failure)
     finally:
         if threads is not None:
             threads.close()
@@ -93,11 +91,8 @@ async def test_a_cancelled_batch_begins_no_more_samples() -> None:
         return sample
 
     threads = JobThreads(1, "decode")
-    decoder = Decoder(decode, threads)
     contexts = [copy_context() for _ in range(5)]
-    batch: asyncio.Task[list[int]] = asyncio.create_task(
-        decoder.decode_each(range(5), contexts, [], until_failure=True)
-    )
+    batch = asyncio.ensure_future(run_each(threads, decode, contexts, [], until_failure=True))
     try:
         await asyncio.to_thread(entered.wait)
         batch.cancel()
