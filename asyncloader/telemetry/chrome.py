@@ -27,11 +27,10 @@ MOST_LANES = 64
 
 
 class Source(NamedTuple):
-    """Where a batch was made: the worker's number, its process or thread in words, and its node, if any."""
+    """Where a batch was made: the worker's number, and its process or thread in words."""
 
     worker: int
     place: str
-    node: str
 
 
 class AssignedRecord(NamedTuple):
@@ -196,7 +195,7 @@ class _Maker:
         if worker is None:
             return _MAIN
         found = [track for source, track in self._tracks.items() if source.worker == worker]
-        return found[-1] if found else self._track(Source(worker, "not known", ""))
+        return found[-1] if found else self._track(Source(worker, "not known"))
 
     # ---------------------------------------------------------------------------------------- collecting
 

@@ -94,7 +94,7 @@ class Recording:
         result = answer.result
         batch = result.sent, result.busy, result.samples, result.nbytes
         spans = answer.spans, result.epoch, len(answer.records)
-        source = Source(worker, process.place, process.node)
+        source = Source(worker, process.place)
         self._append(MadeRecord(answer.arrived, run, result.seq, source, *batch, *spans))
         self._span_bytes += len(answer.spans)
         while len(self._records) > MOST_RECORDS or (self._span_bytes > MOST_SPAN_BYTES and self._records):

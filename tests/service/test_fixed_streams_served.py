@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, StateError
-from asyncloader.service.protocol.shard_plan import Catalog, check_catalog
 from tests.helpers.remote_folders import make_shards
 from tests.helpers.running import KINDS
 from tests.service import definitions
@@ -127,12 +126,3 @@ def test_shards_that_change(node: NodeProcess, folder: Path) -> None:
         loader.load_state_dict(state)
         with pytest.raises(StateError, match="other shards"):
             next(iter(loader))
-
-
-@pytest.mark.parametrize("batch", [-1, 1 << 25, 1 << 63])
-def test_a_batch_that_cannot_be(batch: int) -> None:
-    """A node refuses it: its workers compute an order from it."""
-    from asyncloader.service.protocol.records import pack_record, read_record
-
-    with pytest.raises(ValueError, match="CATALOG"):
-        check_catalog(read_record(Catalog, pack_record(Catalog(1, 1, "x", batch))))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader import DataLoader, ShardError, StateError
+from asyncloader import DataLoader, StateError
 from tests.helpers.comparing import assert_same
 from tests.helpers.running import KINDS
 from tests.service import definitions
@@ -64,24 +64,6 @@ def test_states_move_between_places(node: NodeProcess, folder: Path) -> None:
         with DataLoader[Any](served, **OPTIONS, workers=after) as loader:
             loader.load_state_dict(state)
             assert_same([*head, *loader], whole)
-
-
-def test_samples_that_cannot_be_read(node: NodeProcess, folder: Path) -> None:
-    """They are left out and recorded, as by local workers; without `on_error` they raise."""
-    (folder / "3.jsonl").write_text('{"n": 1}\nnothing\n{"n": 2}\n')
-    served = definitions.shards(str(folder))
-    found = []
-    for workers in (None, node.tcp):
-        with DataLoader[Any](served, **OPTIONS, on_error="skip", workers=workers) as loader:
-            found.append((list(loader), [record.error for record in loader.skipped_samples]))
-    assert found[0][1]
-    assert_same(found[1][0], found[0][0])
-    assert found[1][1] == found[0][1]
-    with (
-        pytest.raises(ShardError, match=r"3\.jsonl"),
-        DataLoader[Any](served, **OPTIONS, workers=node.tcp) as loader,
-    ):
-        list(loader)
 
 
 def test_a_node_that_is_killed(node: NodeProcess, folder: Path, tmp_path: Path) -> None:

@@ -298,7 +298,7 @@ class PassedChannel(Channel):
     def distrust(self, why: str) -> None:
         """End, because the process has sent a message that cannot be read."""
         self.ended, self.why = True, why
-        hang_up_soon(self._link)  # makes `gone_fd` readable
+        shut_down(self._link.sock)  # makes `gone_fd` readable
 
     def receive(self, *, wait: bool = False) -> Iterator[tuple[int, bytes]]:
         """Yield the complete frames. See `Channel.receive`."""
@@ -309,7 +309,7 @@ class PassedChannel(Channel):
         if self.ended and self.fileno() >= 0:
             loop = asyncio.get_running_loop()
             if self._silent is None or self._loop is not loop:  # a timer of an earlier loop never comes
-                self._loop, self._silent = loop, loop.call_later(_SILENT_S, hang_up_soon, self._link)
+                self._loop, self._silent = loop, loop.call_later(_SILENT_S, shut_down, self._link.sock)
         return received
 
     def close(self) -> None:
@@ -317,10 +317,3 @@ class PassedChannel(Channel):
         if self._silent is not None:
             self._silent.cancel()
         super().close()
-
-
-def hang_up_soon(link: Link) -> None:
-    """Shut a connection down: the pool sees its end."""
-    # Not `close`: the event loop still watches the descriptor, whose number another socket could get. The pool sees the
-    # end, and releases the worker.
-    shut_down(link.sock)

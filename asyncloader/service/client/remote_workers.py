@@ -28,7 +28,7 @@ from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.errors import ServiceUnavailable, WorkerDied
 from asyncloader.service.client.connect import NodeConnection, Search, Unreachable, on_any_node
 from asyncloader.service.client.node_health import NodeHealth, node_order
-from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel, hang_up_soon
+from asyncloader.service.client.remote_channel import PassedChannel, RemoteChannel
 from asyncloader.service.client.remote_dataset import RemoteDataset
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
@@ -341,7 +341,8 @@ class RemoteWorker(Watched):
 
     def kill(self) -> None:
         """Shut the connection down. The pool then notices an end; `release` follows."""
-        hang_up_soon(self._link)
+        # Not closed: the event loop still watches the descriptor, whose number another socket could get.
+        shut_down(self._link.sock)
 
     def request_stop(self) -> None:
         """Close the sending side; the node then ends the worker's tasks."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from accelerate.tracking import GeneralTracker
 import asyncloader
 from asyncloader.integrations.accelerate import log_stats, prepare
 from tests.clients.frameworks.accelerate_runs import OURS, OWN, STOCK, accelerator, both, epochs, prepared
-from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, seed_all, workers_of_now
+from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, seed_all
 from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.usefixtures("accelerate_state")
@@ -81,27 +80,6 @@ def test_prepare_several_objects() -> None:
     ]
     assert [type(objects[i].base_dataloader) for i in (0, 2, 5)] == [OURS, STOCK, OURS]
     assert [len(objects[i]) for i in (0, 2, 5)] == [2, 2, 4]
-
-
-def test_prepare_hands_its_options_on() -> None:
-    """Options of `prepare` itself reach Accelerate."""
-    shard = prepare(accelerator(), OURS(Rows(8), 4), device_placement=[False])
-    assert shard.device is None
-
-
-def test_persistent_workers_end_with_the_loader() -> None:
-    """Workers last from epoch to epoch and end when the prepared loader is dropped."""
-    running = accelerator()
-    shard = prepare(running, OURS(Rows(16), 4, num_workers=2, persistent_workers=True))
-    assert len(list(shard)) == 4
-    with workers_of_now() as workers:
-        assert len(workers.fds) == 2
-        assert len(list(shard)) == 4
-        assert not workers.ended()
-        running.free_memory()
-        del shard
-        gc.collect()
-        workers.wait()
 
 
 # -------------------------------------------------------------------------------------------- gradient state

@@ -16,9 +16,9 @@ from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderShard
 from torch.utils.data import IterableDataset
 
-from asyncloader import Recovery, StateError, StatefulDataLoader, Tuning
+from asyncloader import Recovery, StateError, StatefulDataLoader
 from asyncloader.integrations.accelerate import adopt, prepare, skip_first_batches
-from tests.clients.frameworks.accelerate_runs import OURS, STOCK, accelerator, prepared
+from tests.clients.frameworks.accelerate_runs import OURS, STOCK, accelerator
 from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all
 from tests.helpers.comparing import assert_same, same
 
@@ -224,24 +224,6 @@ def test_prepare_begins_with_the_loaders_epoch() -> None:
     loader.set_epoch(2)
     other.set_epoch(2)
     assert_same(list(brought(loader)[1]), list(other))
-
-
-def test_all_own_options_are_kept() -> None:
-    """The loader inside has each of our options as the user gave it."""
-    own: dict[str, Any] = {
-        "tuning": Tuning(ring_bytes=1 << 20, reorder_window=2),
-        "max_worker_restarts": 3,
-        "seed": 4,
-        "rank": 1,
-        "world_size": 2,
-        "on_uneven": "repeat",
-        "recovery": Recovery(allow_replay=True),
-        "snapshot_every_n_steps": 5,
-    }
-    inside = prepared(OURS(Rows(20), 8, num_workers=1, **own)).base_dataloader
-    assert {name: getattr(inside, name) for name in own} == own
-    kept = prepared(StatefulDataLoader(Rows(20), 8, snapshot_every_n_steps=None)).base_dataloader
-    assert (type(kept), kept.snapshot_every_n_steps) == (StatefulDataLoader, None)
 
 
 def test_prepared_loader_pickles_with_its_state() -> None:

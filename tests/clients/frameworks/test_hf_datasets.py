@@ -90,14 +90,3 @@ def test_epoch_reaches_persistent_workers(datasets: Any) -> None:
     assert orders[0] == orders[3]
     assert len({tuple(order) for order in orders}) == 3
     assert all(sorted(order) == list(range(40)) for order in orders)
-
-
-def test_mapped_stream_with_random_numbers(datasets: Any) -> None:
-    """A function mapped over a stream runs in the workers with torch's seeds."""
-
-    def jitter(row: dict[str, Any]) -> dict[str, Any]:
-        return {"noise": float(torch.rand(()))}
-
-    dataset = rows(datasets).to_iterable_dataset(num_shards=2).map(jitter)
-    stock, ours = (make(dataset, 8, num_workers=2) for make in (STOCK, OURS))
-    assert_same(epochs(ours), epochs(stock))

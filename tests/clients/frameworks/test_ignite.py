@@ -8,7 +8,7 @@ import torch
 
 import asyncloader
 from asyncloader import Tuning
-from tests.clients.frameworks.helping import Rows, RowStream, batches_given, draws, seed_all, workers_of_now
+from tests.clients.frameworks.helping import Rows, RowStream, batches_given, draws, seed_all
 from tests.helpers.comparing import assert_same
 
 pytestmark = [
@@ -104,25 +104,6 @@ def test_deterministic_engine_resumes(ignite: Any, iteration: int) -> None:
     _, rest = run(ignite.DeterministicEngine, loader(), state=state, max_epochs=3)
     assert len(rest) == 15 - iteration
     assert_same(first + rest, whole)
-
-
-def test_no_process_is_left_after_a_run(ignite: Any) -> None:
-    """A run that is ended within an epoch drops the iterator; its workers end."""
-    workers: list[Any] = []
-
-    def step(engine: Any, batch: Any) -> None:
-        if engine.state.iteration == 2:
-            workers.append(workers_of_now())
-            engine.terminate()
-
-    engine = ignite.Engine(step)
-    engine.run(OURS(Rows(80), 8, num_workers=2), max_epochs=1)
-    with workers[0] as deaths:
-        assert len(deaths.fds) == 2
-        engine.state.dataloader = None
-        engine._dataloader_iter = None
-        del engine
-        deaths.wait()
 
 
 def test_auto_dataloader_inside_install(ignite: Any) -> None:

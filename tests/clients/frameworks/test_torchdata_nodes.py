@@ -36,24 +36,6 @@ def test_our_loader_as_a_source(nodes: Any, dataset: Any, persistent: bool) -> N
     assert batches_given(loader) == 3 * len(runs[1][0][0])
 
 
-def test_nodes_after_our_loader(nodes: Any) -> None:
-    """Nodes that map, prefetch in a thread, and unbatch follow our loader; the thread iterates it."""
-    runs = []
-    for make in (STOCK, OURS):
-        seed_all()
-        source = nodes.IterableWrapper(make(Rows(36), 8, num_workers=2))
-        mapped = nodes.ParallelMapper(source, _total, num_workers=1, method="thread")
-        outer = nodes.Loader(nodes.Prefetcher(mapped, prefetch_factor=2))
-        runs.append([list(outer) for _ in range(2)])
-        del outer, mapped, source
-    assert [len(epoch) for epoch in runs[1]] == [5, 5]
-    assert_same(runs[1], runs[0])
-
-
-def _total(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return batch["x"].sum(1)
-
-
 def test_resume_in_the_middle(nodes: Any) -> None:
     """A state taken after two batches leads to the third batch in a new loader; the nodes fast-forward our loader."""
     outer = nodes.Loader(nodes.IterableWrapper(OURS(torch.arange(40), 8, num_workers=2)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import asyncloader
-from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all, workers_of_now
+from tests.clients.frameworks.helping import Rows, RowStream, batches_given, seed_all
 from tests.helpers.comparing import assert_same
 
 pytestmark = pytest.mark.clients
@@ -86,17 +86,6 @@ def test_rollout(torchrl: TorchRL) -> None:
     rollout = env.rollout(3)
     assert rollout["x"].shape == (4, 3, 3)
     assert torch.equal(rollout["x"][:, 0], rollout["x"][:, 2])
-
-
-def test_primer_lets_go_of_the_workers(torchrl: TorchRL) -> None:
-    """`reset_dataloader` drops the iterator in the middle of an epoch; its workers end, and new workers start."""
-    env = torchrl.fed(OURS(Rows(80), batch_size=4, num_workers=2))
-    given(env, 2)
-    with workers_of_now() as workers:
-        assert len(workers.fds) == 2
-        env.transform.reset_dataloader()
-        workers.wait()
-    assert len(given(env, 2)) == 2
 
 
 def test_chat_environment_from_our_loader(torchrl: TorchRL) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import default_collate
 
 import asyncloader
 from tests.clients.frameworks.helping import Line, Rows, RowStream, batches_given, draws, seed_all
@@ -100,18 +99,6 @@ def test_training_is_that_of_the_stock_trainer(hf: Setup, tmp_path: Path, persis
     assert_same(runs[1], runs[0])
     assert type(used(trainer)) is asyncloader.DataLoader
     assert batches_given(used(trainer)) == 2 * 22
-
-
-def test_training_in_the_main_process(hf: Setup, tmp_path: Path) -> None:
-    """Without workers the losses are the stock Trainer's as well."""
-    trainer: Any = None
-    runs = []
-    for kind in (hf.stock, hf.ours):
-        trainer = hf.trainer(kind, tmp_path, train_dataset=Rows(20), num_train_epochs=2, dataloader_num_workers=0)
-        trainer.train()
-        runs.append((losses(trainer), weights(trainer), draws()))
-    assert_same(runs[1], runs[0])
-    assert batches_given(used(trainer)) == 20
 
 
 def test_training_on_a_stream(hf: Setup, tmp_path: Path) -> None:
@@ -222,21 +209,3 @@ def test_resume_within_an_epoch(hf: Setup, tmp_path: Path, way: str) -> None:
         assert type(used(trainer)) is asyncloader.DataLoader
     else:  # the rest of the first epoch came from Accelerate's stock loader, the second epoch from ours
         assert batches_given(used(trainer)) == 22
-
-
-def test_own_collator(hf: Setup, tmp_path: Path) -> None:
-    """A collator of the user's is kept, with the wrapper that the Trainer puts around it."""
-    trainer: Any = None
-    runs = []
-    for kind in (hf.stock, hf.ours):
-        trainer = hf.trainer(kind, tmp_path, train_dataset=Rows(16), num_train_epochs=1)
-        trainer.data_collator = _half
-        trainer.train()
-        runs.append(losses(trainer))
-    assert_same(runs[1], runs[0])
-    assert batches_given(used(trainer)) == 8
-
-
-def _half(samples: list[Any]) -> Any:
-    batch = default_collate(samples)
-    return {**batch, "x": batch["x"] / 2}

@@ -84,17 +84,6 @@ def test_our_loader_as_the_source_of_a_pipeline(wds: Any, shards: list[str]) -> 
     assert batches_given(loader) == 2 * 10
 
 
-def test_pipeline_of_a_given_epoch_length(wds: Any, shards: list[str]) -> None:
-    """`with_epoch` ends an epoch early and later continues: iterators that are left in the middle do no harm."""
-    epochs = []
-    for make in (STOCK, OURS):
-        loader = make(dataset(wds, shards).batched(4), batch_size=None, num_workers=2)
-        pipeline = wds.DataPipeline(loader).with_epoch(7)
-        epochs.append([list(pipeline) for _ in range(3)])
-    assert [len(epoch) for epoch in epochs[1]] == [7, 7, 7]
-    assert_same(epochs[1], epochs[0])
-
-
 def test_web_loader_inside_install(wds: Any, shards: list[str]) -> None:
     """`WebLoader` always makes a loader by itself: inside `install` it makes ours."""
     with asyncloader.install() as installed:
