@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.verification.tokens import fields, token
+from asyncloader.verification.runs import fields, token
 
 _DENSE = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
 with warnings.catch_warnings(action="ignore"):  # that these layouts are new in torch
