@@ -10,10 +10,9 @@ read completely before its task counts as answered, so that a broken answer is n
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from asyncloader.errors import WorkerDied
 from asyncloader.workers.fetch.dataset_state import PackedCursor
@@ -52,44 +51,36 @@ class Answer(NamedTuple):
             os.close(self.fd)
 
 
-class Listener(ABC):
+class Listener(Protocol):
     """Receives a pool's notifications. Called in the loop's thread, never concurrently."""
 
-    @abstractmethod
     def on_started(self, worker: int, error: Any, cursors: Sequence[PackedCursor | None]) -> None:
         """The worker has begun the epoch: with an error as in `on_error`, or None, and the cursors of its copies of the
         dataset, if they are known already.
         """
 
-    @abstractmethod
     def on_answer(self, worker: int, answer: Answer) -> None:
         """The worker made a batch."""
 
-    @abstractmethod
     def on_error(self, worker: int, seq: int, busy: float, error: Any, records: Sequence[SkippedSample]) -> None:
         """A task raised; `error` is an exception, or torch's wrapper of one."""
 
-    @abstractmethod
     def on_exhausted(self, worker: int, seq: int, cursor: PackedCursor | None) -> None:
         """The worker's copy of an iterable dataset, or of several the one that this task is for, is exhausted; `cursor`
         is its final state.
         """
 
-    @abstractmethod
     def on_empty_batch(
         self, worker: int, seq: int, busy: float, cursor: PackedCursor | None, records: Sequence[SkippedSample]
     ) -> None:
         """A task was carried out, but all of its samples were dropped; `cursor` is the state after it."""
 
-    @abstractmethod
     def on_ask(self, worker: int, number: int, batch: int, left: Any) -> None:
         """The worker requests assignment `number`; answer by `WorkerPool.send_assignment`. See `ShardAssigner.ask`."""
 
-    @abstractmethod
     def on_log(self, level: int, text: str, store: str | None, silent: bool) -> None:
         """The worker has a line for the log; of a store, whether that has gone silent, or answers again."""
 
-    @abstractmethod
     def on_death(
         self, worker: int, death: WorkerDied, *, at_work: bool, saved_rng_state: bytes | None, outside: bool, lost: bool
     ) -> None:
@@ -99,7 +90,6 @@ class Listener(ABC):
         limit. `outside`: see `WorkerProcess.outside`. `lost`: only the connection failed, the worker may be well.
         """
 
-    @abstractmethod
     def on_failure(self, error: Exception) -> None:
         """The pool itself cannot go on (out of descriptors, a broken stream)."""
 

@@ -84,11 +84,9 @@ class WorkerHandle(Protocol):
         """Have the loop call `readable` while frames can be received, and `died` once the worker has ended. In the
         loop's thread; also for what came before this call.
         """
-        ...
 
     def unlisten(self, loop: asyncio.AbstractEventLoop) -> None:
         """Undo `listen`, in the loop's thread. A no-op once the worker is released."""
-        ...
 
     @property
     def alive(self) -> bool:
@@ -118,19 +116,15 @@ class WorkerHandle(Protocol):
 
     def kill(self) -> None:
         """End it at once."""
-        ...
 
     def kill_for(self, reason: str) -> None:
         """End it at once; `reason` becomes part of its error."""
-        ...
 
     def request_stop(self) -> None:
         """Ask it to end. Does not wait."""
-        ...
 
     def release(self) -> None:
         """Close this side's descriptors; the worker has ended. Idempotent."""
-        ...
 
 
 class WorkerSource(Protocol):
@@ -163,15 +157,12 @@ class WorkerSource(Protocol):
 
     def end(self, workers: Sequence[Any]) -> None:
         """End all of these workers and wait until they have ended, a few seconds at most."""
-        ...
 
     def hang_up(self, workers: Sequence[Any]) -> None:
         """End these workers and wait until they have ended; for finalizers. `end` follows."""
-        ...
 
     def close(self) -> None:
         """Close the source's own descriptors. No worker is left."""
-        ...
 
 
 def shortage_of(error: BaseException, workers: int) -> OSError | None:

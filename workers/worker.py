@@ -49,7 +49,6 @@ class Program(Protocol):
 
     def run(self, channel: Channel, recorder: Recorder, entered: float) -> None:
         """Run until the main process closes the channel."""
-        ...
 
 
 def worker_main(

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,29 +134,6 @@ class StatefulFaultyStream(IterableDataset[Any]):
                 self.faults.strike(self.place)
             self.place += 1
             yield {**_sample(self.place - 1), "worker": worker}
-        self.place = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"place": self.place}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.place = state_dict["place"]
-
-
-class AsyncFaultyStream:
-    """An asynchronous stream with a state."""
-
-    def __init__(self, n: int, faults: Faults) -> None:
-        self.n = n
-        self.faults = faults
-        self.place = 0
-
-    async def __aiter__(self) -> AsyncIterator[Any]:
-        while self.place < self.n:
-            await asyncio.sleep(0)
-            self.faults.strike(self.place)
-            self.place += 1
-            yield {"index": self.place - 1}
         self.place = 0
 
     def state_dict(self) -> dict[str, Any]:

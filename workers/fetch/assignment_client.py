@@ -39,7 +39,6 @@ class AssignmentSource(Protocol):
 
     def prepare(self, number: int, batch: int) -> None:
         """Request assignment `number` now, so that it has come when it is needed."""
-        ...
 
     async def ask(self, number: int, batch: int, left: Sequence[Sequence[Any]] | None) -> AssignmentReply:
         """Return assignment `number`; see `ShardAssigner.ask`."""
@@ -51,7 +50,6 @@ class AssignmentProvider(Protocol):
 
     async def prepare(self) -> None:
         """Prepare a call of `source`. Await it before."""
-        ...
 
     def source(self, start: EpochStart, /) -> AssignmentSource:
         """Return the source of the epoch that begins."""

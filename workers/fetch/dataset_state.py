@@ -30,7 +30,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Resume from this state."""
-        ...
 
 
 def is_stateful(thing: Any) -> bool:

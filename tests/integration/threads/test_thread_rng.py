@@ -17,8 +17,6 @@ from tests.helpers.comparing import assert_same
 from tests.helpers.running import PATIENCE_S, run_loader
 from tests.helpers.sealed import THREADED, Drawing, Sealed, epoch
 
-KINDS = pytest.mark.parametrize("kind", ["sync", "asyncio", "uvloop"])
-
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 

@@ -18,7 +18,6 @@ from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 SEEDED = SeededSetup(seed=3, replicas=1, first_stream=0, seed_collate=False)
 SKIP = ErrorPolicy("skip")
 LENGTH = 40
-REFILL = ErrorPolicy("skip", refill=True, length=LENGTH, seed=3)
 MODES: dict[str, Any] = {"torch": None, "seeded": SEEDED}
 
 

@@ -72,13 +72,6 @@ def test_stateful_is_what_can_save_and_load() -> None:
     assert not any(map(is_stateful, (Plain(), Half(), Odd(), None, [1])))
 
 
-def test_nothing_stateful_means_no_cursor() -> None:
-    """A dataset without a state costs nothing, but its batches are counted."""
-    bookmark = begun(Plain(), iter([1]))
-    assert bookmark.after_batch(4, ended=False) is None
-    assert bookmark.batches == 1
-
-
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any, Any]] = {
     "dataset": (lambda: Part("D"), lambda: iter([1]), "D", None),
     "iterator": (Plain, lambda: Part("I"), None, "I"),
@@ -107,20 +100,6 @@ def test_states_are_restored_in_torchdatas_order() -> None:
     assert calls == ["load dataset D", "iter dataset", "load iterator I"]
     assert bookmark.batches == 5
     assert read(bookmark.after_batch(24, ended=False)) == Cursor(6, 24, False, "D", "I")
-
-
-def test_a_new_epoch_begins_at_the_beginning() -> None:
-    """Without a cursor nothing is restored, the count is zero again, and the old iterator is forgotten."""
-    calls: list[str] = []
-    dataset = Part(0, calls)
-    bookmark = begun(dataset, Part(0, calls, "iterator"))
-    bookmark.after_batch(1, ended=False)
-    calls.clear()
-    bookmark.begin(None)
-    assert bookmark.batches == 0
-    bookmark.restore_iterator(iter([1]), None)
-    bookmark.after_batch(1, ended=False)
-    assert calls == ["save dataset"]
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (7, [7]), (8, [])])

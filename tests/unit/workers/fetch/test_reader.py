@@ -72,45 +72,6 @@ class StatefulStream(Stream):
         self.at = state["at"]
 
 
-class StreamIterator:
-    """An iterator with a state of its own."""
-
-    def __init__(self, owner: TwoStates) -> None:
-        self.owner = owner
-        self.at = 0
-
-    def __iter__(self) -> StreamIterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self.at == self.owner.length:
-            raise StopIteration
-        self.at += 1
-        return self.at - 1, drawn()
-
-    def state_dict(self) -> Any:
-        return {"place": self.at}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.owner.calls.append("load iterator")
-        self.at = state["place"]
-
-
-class TwoStates(Stream):
-    """A stream that has a state, and whose iterator has another."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self.calls.append("iter")
-        return StreamIterator(self)
-
-    def state_dict(self) -> Any:
-        return {"length": self.length}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.calls.append("load dataset")
-        self.length = state["length"]
-
-
 def plain(samples: Any) -> Any:
     return list(samples)
 
@@ -198,19 +159,6 @@ def test_a_stream_that_had_ended_stays_at_its_end() -> None:
     assert cursor.ended
     assert cursor.dataset == {"at": 0}
     assert batches(reader(StatefulStream(), EpochStart(cursor=cursor)))[0] == []
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dataset", [Map, Stream])
-def test_a_copy_hears_of_the_epoch_if_the_consumers_did(mode: str, dataset: Any) -> None:
-    """`set_epoch` is called on a worker's copy, before reading, if and only if the consumer's dataset had it called."""
-    one = dataset()
-    heard: list[int] = []
-    one.set_epoch = heard.append
-    reader(one, EpochStart(epoch=4, epoch_set=True), seeded=MODES[mode])
-    assert heard == [4]
-    reader(one, EpochStart(epoch=5), seeded=MODES[mode])
-    assert heard == [4]
 
 
 @pytest.mark.parametrize("mode", MODES)

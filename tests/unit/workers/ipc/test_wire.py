@@ -6,8 +6,6 @@ import pytest
 
 from asyncloader.workers.ipc import wire
 
-RESULT = wire.Result(epoch=3, seq=1 << 40, slot=5, nbytes=1 << 35, pickled=77, samples=64, busy=0.125, same=False)
-
 
 def only_frame(data: bytes) -> tuple[int, bytes]:
     splitter = wire.FrameSplitter()
