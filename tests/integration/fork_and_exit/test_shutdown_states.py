@@ -21,7 +21,7 @@ from asyncloader import AsyncDataLoader, DataLoader, LoaderClosed
 from asyncloader.workers import shutdown
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S, Deaths, run_async
-from tests.helpers.stuck import STUCK, StuckAt, Told, get_stuck
+from tests.helpers.stuck import STUCK, StuckAt, Told
 from tests.processes import own_children
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -179,40 +179,6 @@ def test_close_at_once(kind: str, method: str) -> None:
     assert not own_children()
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["asleep", "in C with the GIL, deaf to SIGTERM"])
-@pytest.mark.parametrize("kind", BOTH)
-def test_close_while_worker_init_fn_blocks(kind: str, how: str) -> None:
-    """A `worker_init_fn` that does not return does not delay `close`."""
-    with Told() as told:
-
-        def init(_: int) -> None:
-            told.tell(f"{os.getpid()}")
-            get_stuck(how)
-
-        async def run() -> None:
-            async with AsyncDataLoader[Any](Numbers(5), num_workers=2, worker_init_fn=init) as loader:
-                first = asyncio.ensure_future(anext(aiter(loader)))
-                deaths = Deaths(int(pid) for pid in await asyncio.to_thread(told.lines, 2))
-                await loader.aclose()
-                assert deaths.ended()
-                deaths.close()
-                with pytest.raises(LoaderClosed):
-                    await first
-
-        if kind != "sync":
-            run_async(run())
-            return
-        with DataLoader[Any](Numbers(5), num_workers=2, worker_init_fn=init) as loader:
-            batches = iter(loader)
-            deaths = Deaths(int(pid) for pid in told.lines(2))
-            loader.close()
-            assert deaths.ended()
-            deaths.close()
-            with pytest.raises(LoaderClosed):
-                next(batches)
-
-
 # ------------------------------------------------------------------------------------------- waiting and closing
 
 
@@ -230,66 +196,6 @@ def test_close_while_another_thread_waits(persistent: bool) -> None:
         assert joined(thread)
         assert [type(error) for error in errors] == [LoaderClosed]
         errors.clear()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", ["asyncio", "uvloop"])
-def test_aclose_while_another_task_waits(kind: str) -> None:
-    """All tasks that wait in `anext` get `LoaderClosed`."""
-
-    async def run(told: Told) -> None:
-        loader = AsyncDataLoader[Any](StuckAt("asleep", told, 2), num_workers=2)
-        batches = aiter(loader)
-        assert [int(await anext(batches)) for _ in range(2)] == [0, 1]
-        waiting = [asyncio.ensure_future(anext(batches)) for _ in range(3)]
-        await asyncio.to_thread(told.lines, 2)
-        await loader.aclose()
-        for task in waiting:
-            with pytest.raises(LoaderClosed):
-                await task
-
-    with Told() as told:
-        run_async(run(told), kind)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-def test_close_twice_and_by_several_threads_at_once(kind: str) -> None:
-    """Each call returns when the workers have exited, whichever call was first."""
-    with Told() as told:
-        dataset = StuckAt("asleep", told, 2)
-        loader: Any
-        if kind == "sync":
-            loader = DataLoader[Any](dataset, num_workers=2)
-            batches: Any = iter(loader)
-            next(batches)
-            pids = told.lines(2) if int(next(batches)) else []
-        else:
-            loader = AsyncDataLoader[Any](dataset, num_workers=2, persistent_workers=True)
-
-            async def begin() -> tuple[Any, list[str]]:
-                batches = aiter(loader)
-                await anext(batches)
-                await anext(batches)
-                return batches, await asyncio.to_thread(told.lines, 2)
-
-            batches, pids = run_async(begin())
-        deaths = Deaths(int(pid) for pid in pids)
-        barrier = threading.Barrier(3)
-        gone: list[bool] = []
-
-        def close() -> None:
-            barrier.wait(PATIENCE_S)
-            loader.close()
-            gone.append(deaths.ended())
-
-        threads = [run_in(close) for _ in range(3)]
-        assert all(joined(thread) for thread, _ in threads)
-        assert not [error for _, errors in threads for error in errors]
-        assert gone == [True] * 3
-        deaths.close()
-        loader.close()
-        del batches
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.notebook_pickling import dump_message, file_of_main_hidden, in_session
+from asyncloader.workers.notebook_pickling import dump_message, in_session
 
 MAINS: dict[str, tuple[dict[str, Any], bool]] = {
     "script": ({"__file__": __file__}, False),
@@ -41,14 +41,6 @@ def test_a_session_is_a_main_module_without_a_file(kind: str, main: ModuleType) 
     assert in_session() == session
 
 
-def test_the_name_of_standard_input_is_hidden(main: ModuleType) -> None:
-    """The name is hidden while a process is started: multiprocessing would have the child import "<stdin>"."""
-    vars(main)["__file__"] = "<stdin>"
-    with file_of_main_hidden(), file_of_main_hidden():
-        assert not hasattr(main, "__file__")
-    assert vars(main)["__file__"] == "<stdin>"
-
-
 def test_a_message_carries_what_it_names(main: ModuleType) -> None:
     """A message that names a session's class has the class; any other costs no more than in a script."""
     pytest.importorskip("cloudpickle")
@@ -57,10 +49,3 @@ def test_a_message_carries_what_it_names(main: ModuleType) -> None:
     for value in ([1, 2, 3], {"rows": (4, 5)}, ["__main__"]):
         assert pickle.loads(dump_message(value)) == value
     assert dump_message([1, 2, 3]) == pickle.dumps([1, 2, 3], 5)
-
-
-def test_without_cloudpickle_a_message_says_what_to_do(main: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the index's class, and its worker is sent nothing that it could not unpickle."""
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(ImportError, match=r"Row is defined in __main__ .*asyncloader\[notebook\]"):
-        dump_message(define(main)(1))

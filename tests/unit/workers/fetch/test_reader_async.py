@@ -38,13 +38,6 @@ class Map:
         return index, first, drawn()
 
 
-class Careless(Map):
-    """Draws from the process-global generators."""
-
-    async def __getitem__(self, index: int) -> Any:
-        return random.random()
-
-
 class Stream:
     """A stream without a state."""
 
@@ -135,15 +128,6 @@ async def test_the_users_collation_is_exact(in_worker: bool) -> None:
     other = made()
     assert [await other.fetch_async((position, [2, 1])) for position in (8, 4, 0)] == found[::-1]
     assert len({number for batch in found for number in batch}) == 9
-
-
-async def test_a_draw_that_depends_on_timing_is_warned_of_once() -> None:
-    """The warning is given only in a worker: elsewhere the user's own draws cannot be distinguished."""
-    one = reader(Careless(), in_worker=True)
-    with pytest.warns(UserWarning, match=r"process-global generators \(random\)"):
-        await one.fetch_async((0, [1, 2]))
-    await one.fetch_async((2, [1, 2]))
-    await reader(Careless(), in_worker=False).fetch_async((0, [1, 2]))
 
 
 async def test_tasks_of_a_stream_take_turns() -> None:

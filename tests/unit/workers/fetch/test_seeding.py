@@ -21,8 +21,11 @@ from asyncloader.workers.fetch.seeding import (
     SampleSeeder,
     derive,
     global_generators_kept,
+    restore_rng_state,
     sample_rng,
+    save_rng_state,
 )
+from asyncloader.workers.fetch.setup import seed_worker
 
 seeds = st.integers(0, (1 << 64) - 1)
 positions = st.integers(-1, 1 << 62)
@@ -297,3 +300,31 @@ def test_draws_are_found_at_one_of_the_next_batches(batch: int, collates: bool) 
             watch.rebase_after_batch()
     assert batch <= warned <= 2 * batch
     assert warned - batch < 64
+
+
+# ------------------------------------------------------------------------------------------ states that are handed over
+
+
+def drawn() -> list[Any]:
+    """Numbers of each kind; normal numbers are made in pairs, of which the second is kept for later."""
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.random()),
+        float(np.random.standard_normal()),
+        torch.rand(3).tolist(),
+        torch.randn(1).tolist(),
+    ]
+
+
+@pytest.mark.parametrize("before", [0, 1, 700])
+def test_the_numbers_go_on(before: int) -> None:
+    """Restored, all three generators continue from the position where they were saved."""
+    seed_worker(1234, 1)
+    for _ in range(before):
+        drawn()
+    saved = save_rng_state()
+    expected = [drawn() for _ in range(5)]
+    seed_worker(99, 0)
+    restore_rng_state(saved)
+    assert [drawn() for _ in range(5)] == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
 from asyncloader.workers.memory import inline_collate as module
-from asyncloader.workers.memory.inline_collate import inline_collate
+from asyncloader.workers.memory.inline_collate import Recycler, inline_collate
 
 
 class Pair(NamedTuple):
@@ -192,3 +193,39 @@ def test_a_users_function_for_tensors_is_respected(monkeypatch: pytest.MonkeyPat
     collate = inline_collate()
     monkeypatch.setitem(torch_collate.default_collate_fn_map, torch.Tensor, lambda batch, **_: len(batch))
     assert collate([torch.rand(20, 30)] * 3) == 3
+
+
+# ------------------------------------------------------------------------------------------------ memory that is reused
+
+
+def test_piece_comes_back_when_its_last_view_dies() -> None:
+    """A slice keeps the block in use; once the slice is freed the same memory is used again."""
+    recycler = Recycler()
+    first = torch.frombuffer(recycler.take(8192), dtype=torch.uint8)
+    place, view = address(first), first[10:20]
+    del first
+    second = torch.frombuffer(recycler.take(8192), dtype=torch.uint8)
+    assert address(second) != place
+    del view
+    third = torch.frombuffer(recycler.take(8192), dtype=torch.uint8)
+    assert address(third) == place
+    assert address(second) != place
+
+
+def test_pieces_of_another_size_are_not_kept_for_long() -> None:
+    """Batches that grow do not leave their smaller predecessors behind."""
+    recycler = Recycler()
+    for pages in range(1, 20):
+        recycler.take(4096 * pages)
+    assert len(recycler._free) <= module._KEPT
+    assert len(recycler._leases) <= 1
+
+
+def test_views_outlive_their_recycler() -> None:
+    """A batch that the consumer keeps stays valid after the loader was freed."""
+    recycler = Recycler()
+    kept = torch.frombuffer(recycler.take(4096), dtype=torch.uint8)
+    kept.fill_(7)
+    del recycler
+    gc.collect()
+    assert int(kept.sum()) == 7 * 4096
