@@ -33,7 +33,7 @@ from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
 from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition
-from asyncloader.workers.memory.columns import SampleColumns
+from asyncloader.workers.memory.collate import SampleColumns
 
 
 class AsyncMapFetcher(MapFetcher):

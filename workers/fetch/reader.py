@@ -252,13 +252,12 @@ class DatasetReader(ReaderEnd):
         )
 
     def _map_fetcher(self, seeding: EpochSeeding | None, handler: SampleErrorHandler | None) -> MapFetcher:
-        setup = self._setup
-        if self._threads is not None or not self.asynchronous:
-            maker = SampleMaker(self.dataset, seeding, self._decoder, handler, slow=self._slow)
-            if self._threads is None:
-                return MapFetcher(maker, setup.auto_collation, self._collate)
+        setup, awaited = self._setup, self.asynchronous and self._threads is None
+        maker = SampleMaker(self.dataset, seeding, self._decoder, handler, slow=self._slow, asynchronous=awaited)
+        if self._threads is not None:
             return ThreadMapFetcher(maker, setup.auto_collation, self._collate, self._threads)
-        maker = SampleMaker(self.dataset, seeding, self._decoder, handler, slow=self._slow, asynchronous=True)
+        if not awaited:
+            return MapFetcher(maker, setup.auto_collation, self._collate)
         by_column = setup.collate_fn is torch_collate.default_collate
         return AsyncMapFetcher(maker, setup.auto_collation, self._collate, self._concurrency, by_column=by_column)
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.workers.memory.columns import collate as collate_columns
+from asyncloader.workers.memory.collate import collate_columns
 from asyncloader.workers.memory.layout import PAGE, align
 from asyncloader.workers.memory.leaves import has_code, torch_dtype
 from asyncloader.workers.memory.ring import Anchor, Lease, make_anchor, make_lease

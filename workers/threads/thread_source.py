@@ -33,9 +33,8 @@ from asyncloader.workers.memory.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import THREADS, WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
-from asyncloader.workers.threads.global_draws import Said
 from asyncloader.workers.threads.link import ObjectCodec, Table, ThreadChannel, thread_channels
-from asyncloader.workers.threads.thread_runner import run_thread
+from asyncloader.workers.threads.thread_runner import Said, run_thread
 
 
 class NoRing(RingManager):
