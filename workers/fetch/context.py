@@ -19,10 +19,9 @@ import weakref
 from types import TracebackType
 from typing import Any
 
-from torch.utils.data import ConcatDataset, Subset
-
 from asyncloader.base.shielding import shielded
 from asyncloader.workers.fetch.data_end import not_the_end
+from asyncloader.workers.fetch.dataset_kinds import parts_of
 
 EXIT_SECONDS = 1.5
 """Seconds that `__aexit__` may take. A worker that was asked to end is terminated after two seconds."""
@@ -39,21 +38,11 @@ _leaving: weakref.WeakSet[asyncio.Task[None]] = weakref.WeakSet()
 
 def context_managers(dataset: Any) -> list[Any]:
     """Return the async context managers of a dataset: itself, or the datasets that it is a view of; each once."""
-    found: list[Any] = []
-    _collect(dataset, found)
-    return found
-
-
-def _collect(dataset: Any, found: list[Any]) -> None:
     if hasattr(type(dataset), "__aenter__") and hasattr(type(dataset), "__aexit__"):
-        # By identity: two datasets that are equal have two contexts.
-        if all(dataset is not other for other in found):
-            found.append(dataset)
-    elif isinstance(dataset, Subset):
-        _collect(dataset.dataset, found)
-    elif isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            _collect(part, found)
+        return [dataset]
+    # By identity: two datasets that are equal have two contexts.
+    found = {id(each): each for part in parts_of(dataset) for each in context_managers(part)}
+    return list(found.values())
 
 
 class DatasetContext:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import operator
 import types
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset, IterDataPipe, StackDataset, Subset
@@ -54,6 +55,17 @@ def check_plain(name: str, function: Any) -> None:
         )
 
 
+def parts_of(dataset: Any) -> Sequence[Any]:
+    """Return the datasets that one of torch's views is made of; none for any other dataset."""
+    if isinstance(dataset, Subset):
+        return [dataset.dataset]
+    if not isinstance(dataset, ConcatDataset | StackDataset):
+        return ()
+    parts: Any = dataset.datasets
+    found: Sequence[Any] = list(parts.values()) if isinstance(parts, dict) else parts
+    return found
+
+
 def is_async_dataset(dataset: Any) -> bool:
     """Whether samples must be awaited: by the dataset's own methods, or those of the datasets that it is a view of.
 
@@ -68,18 +80,14 @@ def is_async_dataset(dataset: Any) -> bool:
         return True
     if is_awaited(getattr(kind, "__getitem__", None)) or is_awaited(getattr(kind, "__getitems__", None)):
         return True
-    if isinstance(dataset, Subset):
-        return is_async_dataset(dataset.dataset)
-    if isinstance(dataset, ConcatDataset):
-        return any(is_async_dataset(part) for part in dataset.datasets)
+    if not any(map(is_async_dataset, parts_of(dataset))):
+        return False
     if isinstance(dataset, StackDataset):
-        parts: Any = dataset.datasets
-        if any(map(is_async_dataset, parts.values() if isinstance(parts, dict) else parts)):
-            raise TypeError(
-                "a StackDataset does not await its parts' samples: write a dataset whose `async def __getitem__` "
-                "awaits a sample of each part"
-            )
-    return False
+        raise TypeError(
+            "a StackDataset does not await its parts' samples: write a dataset whose `async def __getitem__` "
+            "awaits a sample of each part"
+        )
+    return True
 
 
 def is_concurrent(dataset: Any, fetch_threads: int) -> bool:
@@ -96,23 +104,15 @@ def is_async_stream(dataset: Any) -> bool:
 
 def fetches_batches(dataset: Any) -> bool:
     """Whether the dataset has a `__getitems__` of its own, beyond those of torch's views."""
-    if type(dataset) is Subset:
-        return fetches_batches(dataset.dataset)
-    if type(dataset) is StackDataset:
-        parts = dataset.datasets
-        return any(map(fetches_batches, parts.values() if isinstance(parts, dict) else parts))
+    if type(dataset) in (Subset, StackDataset):  # a subclass is the user's
+        return any(map(fetches_batches, parts_of(dataset)))
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def fetches_samples(dataset: Any) -> bool:
     """Whether the dataset has a `__getitem__` of its own, beyond those of torch's views and `Dataset`."""
-    if type(dataset) is Subset:
-        return fetches_samples(dataset.dataset)
-    if type(dataset) is StackDataset:
-        parts: Any = dataset.datasets
-        return all(map(fetches_samples, parts.values() if isinstance(parts, dict) else parts))
-    if type(dataset) is ConcatDataset:
-        return all(map(fetches_samples, dataset.datasets))
+    if type(dataset) in (Subset, StackDataset, ConcatDataset):
+        return all(map(fetches_samples, parts_of(dataset)))
     own = getattr(type(dataset), "__getitem__", None)
     return own is not None and own is not Dataset.__getitem__
 
@@ -161,12 +161,7 @@ def digest_of(dataset: Any, *, find: bool = False) -> str | None:
     """
     if isinstance(dataset, DigestedDataset):
         return dataset.data_digest(find=find)
-    if isinstance(dataset, Subset):
-        return digest_of(dataset.dataset, find=find)
-    if not isinstance(dataset, ConcatDataset | StackDataset):
-        return None
-    parts: Any = dataset.datasets
-    digests = [digest_of(part, find=find) for part in (parts.values() if isinstance(parts, dict) else parts)]
+    digests = [digest_of(part, find=find) for part in parts_of(dataset)]
     return None if set(digests) <= {None} else " ".join(map(str, digests))
 
 

@@ -387,9 +387,12 @@ class StreamFetcher:
                 # In the current context, of which the next line takes a copy for this sample's decoding.
                 maker.seed(number)
                 contexts.append(copy_context())
+
+            def decoded(item: int) -> Any:
+                return call(samples[item])
+
             start, took, ends = perf_counter(), list[float](), maker.handler is None
-            make, threads = (lambda item: call(samples[item])), maker.decoder.threads
-            found = await run_each(threads, make, contexts, took, until_failure=ends)
+            found = await run_each(maker.decoder.threads, decoded, contexts, took, until_failure=ends)
             maker.slow.note(took, partial(self._name, first, samples), perf_counter() - start)
         try:
             for at, result in enumerate(found):

@@ -156,9 +156,10 @@ def test_what_would_have_to_be_awaited_is_refused() -> None:
     async def opener(key: str) -> str:
         return key
 
-    for arguments in ({"open": opener}, {"open": open, "close": opener}):
+    refused: list[dict[str, Any]] = [{"open": opener}, {"open": open, "close": opener}]
+    for arguments in refused:
         with pytest.raises(TypeError, match="no longer awaits: open clients in the dataset's `__aenter__`"):
-            worker_resource(**arguments)  # type: ignore[arg-type]
+            worker_resource(**arguments)
     late: Any = worker_resource(lambda key: (opener(key),)[0])
     with pytest.raises(TypeError, match="returned a coroutine, which worker_resource"), late("a"):
         pass
