@@ -19,8 +19,9 @@ from asyncloader.formats.compressed import decoder
 from asyncloader.formats.tar import split_name
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import expand_urls, find_shards, split_url
-from asyncloader.remote.index_counts import Promise, read_records
+from asyncloader.remote.index_counts import read_records
 from asyncloader.remote.reading import read_shard_range
+from asyncloader.remote.shard_index import ShardRecord
 from asyncloader.remote.shard_sizes import with_counts, with_sizes
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
@@ -56,24 +57,24 @@ async def inspect(urls: Sequence[str], format: str | None, *, read: bool) -> lis
         shards = await find_shards(urls, stores, format)
         leave = (ObjectNotFound, ShardError)
         shards = await with_counts(await with_sizes(shards, stores, leave=leave), stores, leave=leave)
-        promises, others = await read_records(shards, stores, listed=True)
+        records, others = await read_records(shards, stores, listed=True)
         found: dict[int, _Read] = {}
         if read:
             waiting = iter(enumerate(shards))
 
             async def work() -> None:
                 for number, shard in waiting:
-                    found[number] = await _read(shard, stores, promises.get(number))
+                    found[number] = await _read(shard, stores, records.get(number))
 
             await gather_all(work() for _ in range(min(_AT_ONCE, len(shards))))
     shards = [
-        shard._replace(samples=promises[number].samples) if number in promises else shard
+        shard._replace(samples=records[number].samples) if number in records else shard
         for number, shard in enumerate(shards)
     ]
     return [_summary(shards), *_counts(shards, found), *_missing(urls, others), *_damage(shards, found)]
 
 
-async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
+async def _read(shard: Shard, stores: Stores, record: ShardRecord | None) -> _Read:
     samples, more = 0, 0
     errors: list[str] = []
 
@@ -99,8 +100,8 @@ async def _read(shard: Shard, stores: Stores, promise: Promise | None) -> _Read:
             raise
         note(error)
     expected, stated, size = shard.samples, None, shard.size
-    if promise is not None:
-        expected, stated = promise.samples, promise.size
+    if record is not None:
+        expected, stated = record.samples, record.bytes
     elif not errors and shard.mds is not None:  # whose size is the index's
         stated = size
         size = (await with_sizes([shard._replace(size=None)], stores))[0].size

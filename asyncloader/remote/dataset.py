@@ -363,7 +363,6 @@ class RemoteIterableDataset(ShardStream, IterableDataset[Any]):
                 stores,
                 partial(self._open_from, stores, Pins(), self.read_ahead),
                 None if self._reader else stores.cache_dir,
-                self._absolute_urls(stores),
                 (self.format, self.max_sample_bytes),
             )
             self._all_counted = await count_samples(counting, shards)

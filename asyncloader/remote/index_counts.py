@@ -27,11 +27,11 @@ from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.discovery import is_escaped, join_url, split_url
 from asyncloader.remote.sample_index import format_name, index_name
 from asyncloader.remote.sample_index import parse_index as parse_samples
-from asyncloader.remote.shard_index import MAX_INDEX_BYTES, ShardNames, parse_index
+from asyncloader.remote.shard_index import MAX_INDEX_BYTES, ShardNames, ShardRecord, parse_index
 from asyncloader.remote.shard_sizes import mds_offsets
 from asyncloader.remote.stores import Stores, scheme_of
 from asyncloader.transports import AccessDenied, ObjectNotFound, ObjectTooLarge
-from asyncloader.transports.base import ObjectInfo, gather_all
+from asyncloader.transports.base import gather_all
 
 MOST_INDEXES = 8
 """Indexes that are looked for: those of the series with the most shards."""
@@ -44,33 +44,15 @@ _MOST_SAMPLES = 1 << 40  # in a shard, so that the numbers of a million shards c
 _DIGITS = re.compile(r"[0-9]+")
 
 
-class Promise(NamedTuple):
-    """An index's record of a shard.
-
-    Attributes:
-        samples: number of samples.
-        size: bytes of the object.
-        etag: of the object; None: not known.
-    """
-
-    samples: int
-    size: int
-    etag: str | None
-
-    def fits(self, info: ObjectInfo) -> bool:
-        """Whether the store has this very object, as far as it says."""
-        return self.size == info.size and (None in (self.etag, info.etag) or self.etag == info.etag)
-
-
 class Records(NamedTuple):
     """The records of indexes.
 
     Attributes:
-        promises: of given shards, by their places.
+        records: of given shards, by their places.
         others: URLs of the shards that an index lists and that were not given, in their order.
     """
 
-    promises: dict[int, Promise]
+    records: dict[int, ShardRecord]
     others: list[str]
 
 
@@ -94,10 +76,8 @@ async def with_recorded_sizes(shards: Sequence[Shard], stores: Stores) -> Sequen
         return shards
     if not all(scheme_of(shard.url) == "file" for shard in shards):
         return shards
-    promises = (await read_records(shards, stores)).promises
-    if not promises:
-        return shards
-    return [shard._replace(stated=promises[at].size) if at in promises else shard for at, shard in enumerate(shards)]
+    records = (await read_records(shards, stores)).records
+    return [shard._replace(stated=records[at].bytes) if at in records else shard for at, shard in enumerate(shards)]
 
 
 async def read_records(shards: Sequence[Shard], stores: Stores, *, listed: bool = False) -> Records:
@@ -120,8 +100,8 @@ async def read_records(shards: Sequence[Shard], stores: Stores, *, listed: bool 
                 members[series].append((at, number))
     largest = Counter({series: len(found) for series, found in members.items()}).most_common(MOST_INDEXES)
     found = Records({}, [])
-    for promises, others in await gather_all(_read(series, members[series], shards, stores) for series, _ in largest):
-        found.promises.update({at: each for at, each in promises.items() if at in uncounted})
+    for records, others in await gather_all(_read(series, members[series], shards, stores) for series, _ in largest):
+        found.records.update({at: each for at, each in records.items() if at in uncounted})
         found.others.extend(others)
     return found
 
@@ -146,25 +126,26 @@ async def _read(
         data = await transport.read(path, max_bytes=MAX_INDEX_BYTES)
     except (ObjectNotFound, AccessDenied, ObjectTooLarge):
         return Records({}, [])
-    promises, others = await in_thread(partial(_parse, data, names, members))
-    return Records(promises, [join_url(series.folder + series.query, name) for name in others])
+    records, others = await in_thread(partial(_parse, data, names, members))
+    return Records(records, [join_url(series.folder + series.query, name) for name in others])
 
 
-def _parse(data: bytes, names: ShardNames, members: Sequence[tuple[int, str]]) -> tuple[dict[int, Promise], list[str]]:
+def _parse(data: bytes, names: ShardNames, members: Sequence[tuple[int, str]]) -> Records:
     try:
-        index = parse_index(data, names)
+        shards = parse_index(data, names).shards
     except ValueError:
-        return {}, []
-    found: dict[int, Promise] = {}
-    for at, number in members:
-        record = index.shards.get(int(number))
-        if record is None or record.name != names.name(number):
-            continue
-        # A sample has a byte at least, before compression.
-        if record.samples <= (record.bytes if names.format.compression is None else _MOST_SAMPLES):
-            found[at] = Promise(record.samples, record.bytes, record.etag)
+        return Records({}, [])
+    numbers = dict(members)
+    found = {at: shards[int(number)] for at, number in members if int(number) in shards}
+    # A sample has a byte at least, before compression.
+    compressed = names.format.compression is not None
+    records = {
+        at: record
+        for at, record in found.items()
+        if record.name == names.name(numbers[at]) and record.samples <= (_MOST_SAMPLES if compressed else record.bytes)
+    }
     given = {int(number) for _, number in members}
-    return found, [record.name for number, record in sorted(index.shards.items()) if number not in given]
+    return Records(records, [record.name for number, record in sorted(shards.items()) if number not in given])
 
 
 MOST_BYTES = 32 << 20

@@ -10,13 +10,8 @@ Of several ranks, rank 0 lists the shards and counts their samples, and the othe
 that would read other shards, or in another order, get an error. Ranks that share the shards without counting get rank
 0's list alone, where it comes from a store.
 
-Numbers and offsets are kept in the cache directory:
-
-    cache_dir/asyncloader-counts-2/NAME.json      NAME: a hash of the dataset's URLs
-
-The first line is a checksum of the rest, JSON: for each shard its samples and its marks, by a hash of its URL, size and
-ETag, and of the way in which it is read. So a shard that was replaced has none. The file is written anew, under another
-name, and renamed. A damaged file is ignored. Any number of processes may use it; the last to write it wins.
+Numbers and offsets of shards that were read are kept in the cache directory, in ``asyncloader-counts-3``: each under
+the shard's URL and size, its ETag, and the way in which it is read. So a shard that was replaced has none.
 """
 
 from __future__ import annotations
@@ -25,15 +20,11 @@ import asyncio
 import json
 import logging
 import os
-import tempfile
-import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
 from functools import partial
-from hashlib import blake2b
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncloader.base.bridge import in_thread
@@ -47,7 +38,10 @@ from asyncloader.remote.prefetch import Open
 from asyncloader.remote.shard_sizes import RAISED_WHEN_READ, for_each, with_counts
 from asyncloader.remote.shard_splitting import CatalogRange, is_count
 from asyncloader.remote.stores import Stores
-from asyncloader.transports import InvalidPath, SizeUnknown
+from asyncloader.transports import InvalidPath, ObjectInfo, SizeUnknown
+from asyncloader.transports.cache_layout import hash_key
+from asyncloader.transports.cache_store import CacheStore, EntryLost
+from asyncloader.transports.cache_usage import CacheCounts
 
 MARKS = 32
 """Most noted offsets in a shard: a reader that begins between two of them passes over up to a 16th of the shard."""
@@ -57,9 +51,7 @@ _MARK_BYTES = 1 << 15  # distance of the first offsets; doubled when there are t
 SHARDS = 8
 """Shards that are read at the same time."""
 
-FOLDER = "asyncloader-counts-2"
-
-MAX_FILE_BYTES = 1 << 30
+FOLDER = "asyncloader-counts-3"
 
 _LOG_AFTER_S = 10.0
 
@@ -114,34 +106,15 @@ class Counted(NamedTuple):
         return cls(samples, [Mark(*mark) for mark in marks], indexed)
 
 
-async def count_shards(shards: Sequence[Shard], open: Open, found: Callable[[int, Counted], None]) -> None:
-    """Count the samples of shards by reading them, several at a time.
-
-    Args:
-        shards: the shards.
-        open: opens a shard.
-        found: called with the index of each shard that was counted, and its count.
-
-    Raises:
-        TransportError: a shard cannot be read, and the error is not about its samples.
+@contextmanager
+def warn_when_slow(text: str, total: int, done: Callable[[], int]) -> Iterator[None]:
+    """Log a warning if the body is still running after some seconds: `text`, with the total, the number done and the
+    seconds.
     """
-    done = 0
-
-    async def count(number: int) -> None:
-        nonlocal done
-        found(number, await _count(shards[number], open))
-        done += 1
-
-    def report() -> None:
-        _log.warning(
-            "the samples of %d shards, which have no index, are counted before the first batch, by reading each once: "
-            "%d counted after %.0f s",
-            *(len(shards), done, _LOG_AFTER_S),
-        )
-
-    timer = asyncio.get_running_loop().call_later(_LOG_AFTER_S, report)
+    call_later = asyncio.get_running_loop().call_later
+    timer = call_later(_LOG_AFTER_S, lambda: _log.warning(text, total, done(), _LOG_AFTER_S))
     try:
-        await for_each(range(len(shards)), count, SHARDS)
+        yield
     finally:
         timer.cancel()
 
@@ -177,37 +150,29 @@ async def _count(shard: Shard, open: Open) -> Counted:
     return Counted(samples, marks)
 
 
-def hash_of(*values: object) -> str:
-    """Return a text that stands for these plain values."""
-    return blake2b(repr(values).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+class _KeptCounts:
+    """The counts in a cache directory. All functions block."""
 
+    def __init__(self, cache_dir: str) -> None:
+        self._files = CacheStore(os.path.join(cache_dir, FOLDER), None, CacheCounts())  # noqa: PTH118 - as in `cache_store`
+        self._failed = False
 
-def read_counts(cache_dir: str, name: str) -> dict[str, Counted]:
-    """Return the shards that are kept under a name, by their hashes; none if the file is damaged. Blocks."""
-    path = Path(cache_dir, FOLDER, f"{name}.json")
-    with suppress(OSError, ValueError, RecursionError):
-        if path.stat().st_size <= MAX_FILE_BYTES:
-            checksum, _, data = path.read_bytes().partition(b"\n")
-            if int(checksum, 16) == zlib.crc32(data):
-                return {key: Counted.of(each) for key, each in json.loads(data).items()}
-    return {}
+    def read(self, name: str, etag: str) -> Counted | None:
+        """Return the count that is kept; None: there is none, or it is damaged."""
+        with suppress(OSError, ValueError, RecursionError, EntryLost):
+            if (file := self._files.open(hash_key(name), etag)) is not None:
+                with closing(file):
+                    return Counted.of(json.loads(file.read(0, file.size)))
+        return None
 
-
-def write_counts(cache_dir: str, name: str, counts: Mapping[str, Counted]) -> None:
-    """Keep shards under a name, in place of earlier ones. An error of the disk is logged. Blocks."""
-    folder, temporary = Path(cache_dir, FOLDER), ""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(".partial", f".{name}.", folder)
-        data = json.dumps(counts).encode()
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(b"%08x\n" % zlib.crc32(data) + data)
-        Path(temporary).replace(folder / f"{name}.json")
-    except OSError as error:
-        if temporary:
-            with suppress(OSError):
-                Path(temporary).unlink()
-        _log.warning("the samples of the shards will be counted again by the next run: %s", error)
+    def write(self, name: str, etag: str, counted: Counted) -> None:
+        """Keep a count. The first error of the disk is logged."""
+        try:
+            if not self._failed:
+                self._files.put(hash_key(name), etag, json.dumps(counted).encode())
+        except OSError as error:
+            self._failed = True
+            _log.warning("the samples of the shards will be counted again by the next run: %s", error)
 
 
 _WITHOUT_INFO = (*RAISED_WHEN_READ, InvalidPath, SizeUnknown)  # the shard is read instead
@@ -220,14 +185,12 @@ class Counting(NamedTuple):
         stores: find the transports.
         open: opens a shard.
         cache_dir: where numbers are kept; None: nowhere.
-        urls: the dataset's, as given; its numbers are kept under this name.
         reading: further plain values on which the number of a shard's samples depends.
     """
 
     stores: Stores
     open: Open
     cache_dir: str | None
-    urls: Sequence[str]
     reading: tuple[Any, ...]
 
 
@@ -237,37 +200,51 @@ async def count_samples(counting: Counting, shards: Sequence[Shard]) -> list[Cou
     Raises:
         TransportError: a shard cannot be counted, and the error is not about its samples.
     """
-    stores, cache_dir, name = counting.stores, counting.cache_dir, hash_of(*counting.urls)
-    promises = (await read_records(shards, stores)).promises
-    kept = {} if cache_dir is None else await in_thread(partial(read_counts, cache_dir, name))
+    stores = counting.stores
+    records = (await read_records(shards, stores)).records
     with_footers = await with_counts(shards, stores, leave=RAISED_WHEN_READ)
     found = {at: Counted(shard.samples) for at, shard in enumerate(with_footers) if shard.samples is not None}
-    keys: dict[int, str] = {}
+    infos: dict[int, ObjectInfo] = {}
 
-    async def look(at: int) -> None:
+    async def ask(at: int) -> None:
         transport, path = stores.find(shards[at].url)
-        promise = promises.get(at)
         with suppress(*_WITHOUT_INFO):
-            info = await transport.info(path)
-            if cache_dir is not None and info.etag is not None:
-                keys[at] = hash_of(stores.name(shards[at].url), *info, *counting.reading)
-            if (known := kept.get(keys.get(at, ""))) is not None:
-                # It may be an earlier promise. Of a shard that was read, positions are known.
-                indexed = not known.marks and promise is not None and promise.samples == known.samples
-                found[at] = known._replace(indexed=indexed)
-            elif promise is not None and promise.fits(info):
-                found[at] = Counted(promise.samples, indexed=True)
+            infos[at] = await transport.info(path)
 
-    if cache_dir is not None or promises:
-        await for_each([at for at in range(len(shards)) if at not in found], look)
+    if counting.cache_dir is not None or records:
+        await for_each([at for at in range(len(shards)) if at not in found], ask)
+    kept, names = None, dict[int, tuple[str, str]]()
+    if counting.cache_dir is not None:
+        kept = _KeptCounts(counting.cache_dir)
+        for at, (size, etag) in infos.items():
+            if etag is not None:
+                names[at] = repr((stores.name(shards[at].url), size, *counting.reading)), etag
+        found |= await in_thread(partial(_read_all, kept, names))
+    for at, info in infos.items():
+        record = records.get(at)
+        if at not in found and record is not None and record.fits(info):
+            found[at] = Counted(record.samples, indexed=True)
+
+    async def count(at: int) -> None:
+        counted = await _count(shards[at], counting.open)
+        if kept is not None and at in names:
+            await in_thread(partial(kept.write, *names[at], counted))
+        found[at] = counted
+
     rest = [at for at in range(len(shards)) if at not in found]
-    await count_shards(
-        [shards[at] for at in rest], counting.open, lambda number, each: found.__setitem__(rest[number], each)
+    known = len(found)
+    text = (
+        "the samples of %d shards, which have no index, are counted before the first batch, by reading each once: %d "
+        "counted after %.0f s"
     )
-    counts = {key: found[at] for at, key in sorted(keys.items())}
-    if cache_dir is not None and counts.keys() - kept.keys():
-        await in_thread(partial(write_counts, cache_dir, name, counts))
+    with warn_when_slow(text, len(rest), lambda: len(found) - known):
+        await for_each(rest, count, SHARDS)
     return [found[at] for at in range(len(shards))]
+
+
+def _read_all(kept: _KeptCounts, names: Mapping[int, tuple[str, str]]) -> dict[int, Counted]:
+    found = {at: kept.read(*name) for at, name in names.items()}
+    return {at: counted for at, counted in found.items() if counted is not None}
 
 
 async def count_together(
@@ -324,7 +301,7 @@ async def list_together(
     """
     shards: Sequence[Shard] | None = None
     data, error = b"", None
-    digest = hash_of(about)
+    digest = hash_key(repr(about))
     if find is not None and agreement.is_first_rank:
         try:
             shards = await find()

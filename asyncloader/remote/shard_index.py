@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, cast
 
 from asyncloader.formats import ShardFormat
 from asyncloader.remote.catalog import format_of, named_format
+from asyncloader.transports import ObjectInfo
 
 MAX_INDEX_BYTES = 1 << 30
 
@@ -39,6 +40,10 @@ class ShardRecord(NamedTuple):
     size: int
     sha256: str
     etag: str | None
+
+    def fits(self, info: ObjectInfo) -> bool:
+        """Whether the store has this very object, as far as it says."""
+        return self.bytes == info.size and (None in (self.etag, info.etag) or self.etag == info.etag)
 
 
 class ShardIndex(NamedTuple):

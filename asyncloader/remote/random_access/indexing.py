@@ -9,7 +9,6 @@ samples is asked for here. Shards of other formats are read once, whole, several
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -22,6 +21,7 @@ from asyncloader.formats import Located, ShardError
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.random_access.host_files import Content, FileName, HostFiles
 from asyncloader.remote.reading import Pins, check_size, read_shard_range
+from asyncloader.remote.sample_counts import warn_when_slow
 from asyncloader.remote.sample_index import (
     MAX_INDEX_BYTES,
     SampleIndex,
@@ -43,10 +43,6 @@ READ_AT_ONCE = 8
 LEFT_TO_READERS = (ObjectNotFound, ShardError)
 """Errors of a single shard: one sample stands for what cannot be read, and raises the error. Others may be temporary.
 """
-
-_LOG_AFTER_S = 10.0
-
-_log = logging.getLogger("asyncloader")
 
 
 class SampleCatalog(NamedTuple):
@@ -114,18 +110,12 @@ class Indexer:
                 counts[number] = len(await self.index(shard, infos[number] or ObjectInfo(0, None)))
             done += 1
 
-        def report() -> None:
-            _log.warning(
-                "the samples of %d shards are indexed before the first batch, which reads once each shard without an "
-                "index: %d are indexed after %.0f s",
-                *(len(shards), done, _LOG_AFTER_S),
-            )
-
-        timer = asyncio.get_running_loop().call_later(_LOG_AFTER_S, report)
-        try:
+        text = (
+            "the samples of %d shards are indexed before the first batch, which reads once each shard without an index: "
+            "%d are indexed after %.0f s"
+        )
+        with warn_when_slow(text, len(shards), lambda: done):
             await for_each(range(len(shards)), count)
-        finally:
-            timer.cancel()
         starts = np.zeros(len(shards) + 1, np.int64)
         np.cumsum(counts, out=starts[1:])
         return SampleCatalog(counted, infos, starts)

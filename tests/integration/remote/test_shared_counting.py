@@ -249,22 +249,20 @@ def test_numbers_are_kept(old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = [f"s-{number:03d}.tar" for number in range(3)]
     assert counted(monkeypatch, old, **cache) == names
     assert counted(monkeypatch, old, **cache) == []
-    (kept,) = (tmp_path / "cache" / FOLDER).iterdir()
-    data = kept.read_bytes()
+    files = [path for path in (tmp_path / "cache" / FOLDER).rglob("objects/*/*") if path.is_file()]
+    assert len(files) == 3
+    data = files[0].read_bytes()
     with loader_of(old, **cache) as loader:
         expected = numbers(loader)
     with loader_of(old) as loader:
         assert numbers(loader) == expected
-    one_byte = data[:60] + bytes([data[60] ^ 0xFF]) + data[61:]
-    for damaged in (b"", data[:-1], data + b"x", one_byte, b"\xff" * 4096, data[:32]):
-        kept.write_bytes(damaged)
-        assert counted(monkeypatch, old, **cache) == names
+    for damaged in (b"", data[:-1], bytes([data[0] ^ 0xFF]) + data[1:], b"\xff" * 4096):
+        files[0].write_bytes(damaged)
+        assert len(counted(monkeypatch, old, **cache)) == 1
         assert counted(monkeypatch, old, **cache) == []
-    assert kept.read_bytes() == data
     (old / names[1]).write_bytes((old / names[2]).read_bytes())
     age(old)
     assert counted(monkeypatch, old, **cache) == names[1:2]
-    assert [path.name for path in (tmp_path / "cache" / FOLDER).iterdir()] == [kept.name]
 
 
 def test_a_cache_that_cannot_be_written(old: Path, tmp_path: Path) -> None:
