@@ -111,7 +111,7 @@ class Indexer:
             done += 1
 
         text = (
-            "the samples of %d shards are indexed before the first batch, which reads once each shard without an index: "
+            "the samples of %d shards are indexed before the first batch, which reads each shard without an index: "
             "%d are indexed after %.0f s"
         )
         with warn_when_slow(text, len(shards), lambda: done):
