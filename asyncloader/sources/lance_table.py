@@ -20,12 +20,11 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.formats.rows import values
 from asyncloader.sources import lance_version
-from asyncloader.sources.tokens import positions
+from asyncloader.sources.tokens import Batched, positions
 from asyncloader.transports import ReadFailed
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
@@ -34,14 +33,7 @@ _inherited = False
 
 
 class _LanceVersion(NamedTuple):
-    """A version of a dataset.
-
-    Attributes:
-        version: its number.
-        rows: their number.
-        written: when it was.
-        blobs: the columns of blobs, of those that are read.
-    """
+    """A version of a dataset: its number, its number of rows, when it was written, and the columns of blobs to read."""
 
     version: int
     rows: int
@@ -49,7 +41,7 @@ class _LanceVersion(NamedTuple):
     blobs: tuple[str, ...]
 
 
-class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
+class LanceTable(Batched[dict[str, Any]], DigestedDataset):
     """The rows of a Lance dataset.
 
         data = LanceTable("s3://bucket/images.lance", columns=["image", "label"])
@@ -121,17 +113,13 @@ class LanceTable(Dataset[dict[str, Any]], DigestedDataset):
         found = self._described() if find else self._description
         return None if found is None else repr((found.version, found.written))
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a row.
+    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the rows of these indices, which may repeat, by one call of Lance.
 
         Raises:
-            IndexError: `index` is out of range.
-            ReadFailed: it cannot be read; or Lance cannot be used in this process, because it was forked.
+            IndexError: an index is out of range.
+            ReadFailed: a row cannot be read; or Lance cannot be used in this process, because it was forked.
         """
-        return self.__getitems__([operator.index(index)])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the rows of these indices, which may repeat, by one call of Lance. See `__getitem__`."""
         found = self._described()
         numbers = positions(indices, found.rows)
         if not len(numbers):

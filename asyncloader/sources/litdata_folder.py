@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from asyncloader.errors import ShardError
-from asyncloader.sources.tokens import MappedFile, positions
+from asyncloader.sources.tokens import Batched, MappedFile, positions
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
 _ITEMS, _TOKENS = "PyTreeLoader", "TokensLoader"
@@ -31,7 +30,7 @@ _ITEMS, _TOKENS = "PyTreeLoader", "TokensLoader"
 _PLAIN = frozenset((bool, int, float, str, bytes))
 
 
-class LitDataFolder(Dataset[Any], DigestedDataset):
+class LitDataFolder(Batched[Any], DigestedDataset):
     """The samples of a local folder that LitData's ``optimize`` has written: ``index.json`` and its chunks.
 
         data = LitDataFolder("optimized")
@@ -114,17 +113,13 @@ class LitDataFolder(Dataset[Any], DigestedDataset):
         text = repr((self._names, [chunk.size for chunk in self._chunks], self._starts.tolist()))
         return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
-    def __getitem__(self, index: int) -> Any:
-        """Return a sample.
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of these indices, which may repeat.
 
         Raises:
-            IndexError: `index` is out of range.
+            IndexError: an index is out of range.
             ShardError: a file has changed, or a chunk is damaged.
         """
-        return self.__getitems__([operator.index(index)])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of these indices, which may repeat. See `__getitem__`."""
         numbers = positions(indices, len(self))
         order = np.argsort(numbers, kind="stable")
         found: list[Any] = [None] * len(numbers)

@@ -11,17 +11,15 @@ for each sequence after that.
 
 from __future__ import annotations
 
-import operator
 import os
 import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset
 
 from asyncloader.errors import ShardError
-from asyncloader.sources.tokens import MappedFile, Tokens, positions
+from asyncloader.sources.tokens import Batched, MappedFile, Tokens, positions
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -33,7 +31,7 @@ _TYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"
 _BLOCK = 1 << 20  # sequences that are checked at a time
 
 
-class MegatronTokens(Dataset[Tokens], DigestedDataset):
+class MegatronTokens(Batched[Tokens], DigestedDataset):
     """The sequences of ``prefix.bin``, by its index ``prefix.idx``: a pair that Megatron's `preprocess_data.py` writes.
 
         data = MegatronTokens("corpus_text_document")
@@ -88,7 +86,8 @@ class MegatronTokens(Dataset[Tokens], DigestedDataset):
 
     def _check_sequences(self) -> None:
         """Raise ShardError unless all sequences lie in the data."""
-        itemsize, sizes, pointers = self.dtype.itemsize, self.sizes, self._pointers
+        itemsize, sizes = self.dtype.itemsize, self.sizes
+        pointers = self._index.array("<i8", self._pointers_at, self._sequences)
         for first in range(0, self._sequences, _BLOCK):
             size, at = sizes[first : first + _BLOCK], pointers[first : first + _BLOCK]
             # Not `at + size * itemsize <= data_size`, which a pointer near 2**63 would overflow.
@@ -141,23 +140,15 @@ class MegatronTokens(Dataset[Tokens], DigestedDataset):
         """The mode of each sequence of multimodal data, as a read-only array of the map; None where it has none."""
         return self._index.array("i1", self._modes_at) if self._index.size > self._modes_at else None
 
-    @property
-    def _pointers(self) -> np.ndarray[Any, Any]:
-        return self._index.array("<i8", self._pointers_at, self._sequences)
-
-    def __getitem__(self, index: int) -> Tokens:
-        """Return the tokens of a sequence, as an array of its own.
+    def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
+        """Return the tokens of these sequences, each as an array of its own.
 
         Raises:
-            IndexError: `index` is out of range.
+            IndexError: an index is out of range.
             ShardError: a file has changed.
         """
-        return self.__getitems__([operator.index(index)])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
-        """Return the sequences of these indices. See `__getitem__`."""
         numbers = positions(indices, len(self))
-        starts = self._pointers[numbers]
+        starts = self._index.array("<i8", self._pointers_at, self._sequences)[numbers]
         ends = starts + self.sizes[numbers].astype(np.int64) * self.dtype.itemsize
         data, stored = self._data.array(np.uint8), self.dtype.newbyteorder("<")
         found = [

@@ -13,7 +13,7 @@ import operator
 import os
 import stat
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,19 +22,9 @@ from torch.utils.data import Dataset
 from asyncloader.errors import ShardError
 from asyncloader.workers.fetch.dataset_kinds import DigestedDataset
 
+T = TypeVar("T")
+
 Tokens = np.ndarray[Any, np.dtype[Any]]
-
-
-def token_type(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return the dtype of tokens.
-
-    Raises:
-        ValueError: it is no integer type.
-    """
-    found = np.dtype(dtype)
-    if found.kind not in "iu":
-        raise ValueError(f"tokens are integers, not {found}; use uint16, int32 or whatever the file was written with")
-    return found
 
 
 def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -45,18 +35,26 @@ def positions(indices: Sequence[int], length: int) -> np.ndarray[Any, np.dtype[n
         TypeError: one is no integer.
     """
     found = np.asarray(indices)
-    if found.dtype.kind not in "iu" and found.size:
+    if found.dtype.kind not in "iu":
         # Of integers that 64 bits cannot hold, or not in one type, numpy makes objects or floating-point numbers.
-        if found.dtype.kind not in "Of" or not all(
-            type(each) is not bool and hasattr(each, "__index__") for each in indices
-        ):
-            raise TypeError(f"indices of samples are integers, not {found.dtype}")
         found = np.array([operator.index(each) for each in indices], object)
     wrong = (found < -length) | (found >= length)  # before the conversion: uint64 may not fit
     if wrong.any():
         raise IndexError(f"sample {int(found[wrong][0]):,} of a dataset of {length:,}")
     found = found.astype(np.int64, copy=False)
     return np.where(found < 0, found + length, found)
+
+
+class Batched(Dataset[T]):
+    """A map dataset whose samples are read a batch at a time, by ``__getitems__``."""
+
+    def __getitem__(self, index: int) -> T:
+        """Return the sample at an index, by ``__getitems__``, whose errors are raised."""
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[T]:
+        """Return the samples at these indices, which may repeat."""
+        raise NotImplementedError
 
 
 class MappedFile:
@@ -119,7 +117,7 @@ class MappedFile:
         return self._bytes[offset:end].view(dtype)
 
 
-class TokenFile(Dataset[Tokens], DigestedDataset):
+class TokenFile(Batched[Tokens], DigestedDataset):
     """Windows of a local file that holds nothing but tokens, as ``numpy.ndarray.tofile`` writes it.
 
         data = TokenFile("train.bin", "uint16", context=1025, stride=1024)
@@ -153,16 +151,14 @@ class TokenFile(Dataset[Tokens], DigestedDataset):
         stride: int | None = None,
         offset: int = 0,
     ) -> None:
-        self.dtype = token_type(dtype)
+        self.dtype = np.dtype(dtype)
+        if self.dtype.kind not in "iu":
+            raise ValueError(f"tokens are integers, not {self.dtype}; use the integer type that was written")
         self.context = operator.index(context)
         self.stride = self.context if stride is None else operator.index(stride)
         self.offset = operator.index(offset)
-        for name, value, least in (
-            ("context", self.context, 1),
-            ("stride", self.stride, 1),
-            ("offset", self.offset, 0),
-        ):
-            if value < least:
+        for name, least in (("context", 1), ("stride", 1), ("offset", 0)):
+            if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         self._file = file = MappedFile(path)
         if (file.size - self.offset) % self.dtype.itemsize or file.size < self.offset:
@@ -183,17 +179,13 @@ class TokenFile(Dataset[Tokens], DigestedDataset):
         """Return the file's size and the windows, as `DigestedDataset.data_digest`."""
         return repr((self._file.size, self.dtype.str, self.context, self.stride, self.offset))
 
-    def __getitem__(self, index: int) -> Tokens:
-        """Return the tokens of a window, of shape ``(context,)``.
+    def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
+        """Return the windows of these indices, each of shape ``(context,)``: the rows of one array.
 
         Raises:
-            IndexError: `index` is out of range.
+            IndexError: an index is out of range.
             ShardError: the file has changed.
         """
-        return self.__getitems__([operator.index(index)])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Tokens]:
-        """Return the windows of these indices: the rows of one array. See `__getitem__`."""
         values = self._file.array(self.dtype, self.offset)
         # A stride beyond the file, which might not fit, is of its only window.
         starts = positions(indices, self._length) * min(self.stride, self.num_tokens)

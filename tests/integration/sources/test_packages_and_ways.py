@@ -8,12 +8,10 @@ import takes a second or two.
 
 from __future__ import annotations
 
-import multiprocessing
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -61,25 +59,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
-    with RankGroup(2, tmp_path_factory.mktemp("two")) as group:
-        yield group
-
-
-@pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankGroup]:
     """Two ranks that use neither package themselves."""
     with RankGroup(2, tmp_path_factory.mktemp("trainers")) as group:
         yield group
-
-
-@pytest.fixture(scope="module")
-def other() -> Iterator[Pool]:
-    """A process that has not read anything yet, and that imports the packages once."""
-    with multiprocessing.get_context("forkserver").Pool(1) as pool:
-        yield pool
-        pool.close()
-        pool.join()
 
 
 @pytest.fixture(params=[kind for kinds in PACKAGES.values() for kind in kinds])
@@ -140,12 +123,6 @@ def check_ranks(ranks: list[list[list[str]]], samples: list[str]) -> None:
 
 
 @pytest.mark.thorough
-def test_by_two_ranks(kind: str, folder: Path, two: RankGroup, samples: dict[str, list[str]]) -> None:
-    """By the processes of the ranks themselves."""
-    check_ranks(two("table", kind, str(folder), **OPTIONS | {"batch_size": 1}), samples[kind])
-
-
-@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_by_the_workers_of_two_ranks(
     method: str, folder: Path, trainers: RankGroup, samples: dict[str, list[str]]
@@ -157,15 +134,3 @@ def test_by_the_workers_of_two_ranks(
     steps = 5 if method == "fork" else None  # workers of a fork server import the packages for seconds
     for kind in [kinds[0] for kinds in PACKAGES.values() if kinds[0] in samples]:
         check_ranks(trainers("table", kind, str(folder), steps=steps, **OPTIONS | workers), samples[kind])
-
-
-@pytest.mark.thorough
-def test_copies(kind: str, folder: Path, other: Pool, samples: dict[str, list[str]]) -> None:
-    """A copy of another process, made before anything was read, reads the same, in any order, with repetitions."""
-    count = len(samples[kind])
-    found = other.apply(read_some, (open_table(kind, folder), [-1, 3, 3, 0, count - 1]))
-    assert found == (count, [samples[kind][number] for number in (-1, 3, 3, 0, -1)])
-
-
-def read_some(table: Any, numbers: list[int]) -> tuple[int, list[str]]:
-    return len(table), texts_of(table.__getitems__(numbers))
