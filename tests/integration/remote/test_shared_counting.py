@@ -348,11 +348,3 @@ def test_an_index_that_lies(written: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert sorted(found) == [*range(60)]
     path.unlink()
     assert counted(monkeypatch, written) == all_names
-
-
-def test_a_recording_store_counts(five: Path, whole: list[list[int]]) -> None:
-    """The store of these tests gives the same samples as the folder."""
-    store = Recording(str(five))
-    with loader_of(five, store) as loader:
-        assert numbers(loader) == whole
-    assert store.listed == 1

@@ -120,30 +120,7 @@ async def test_workers_write_the_same_bytes(format: str, kind: type[Numbered], t
     assert files_in(tmp_path / "list") == files_in(tmp_path / "a")
 
 
-async def test_workers_are_started_as_the_loader_s(tmp_path: Path) -> None:
-    """By a fork server, to which the dataset and the encoder are pickled."""
-    url = pattern(tmp_path, "mds")
-    shards = await write_shards(Numbered("mds"), url, workers=1, multiprocessing_context="forkserver", **LIMIT)
-    alone = await write_shards(Numbered("mds"), pattern(tmp_path / "alone", "mds"), **LIMIT)
-    assert [shard.sha256 for shard in shards] == [shard.sha256 for shard in alone]
-
-
-async def test_what_mosaicml_wrote_is_written_again(tmp_path: Path) -> None:
-    """With the encodings of its writer that ours has, too."""
-    source = Path(__file__).parents[2] / "data" / "mds" / "plain"
-    first = [sample async for sample in RemoteIterableDataset(f"{source}/")]
-    entry = json.loads((source / "index.json").read_text())["shards"][0]
-    encodings = zip(entry["column_names"], entry["column_encodings"], strict=True)
-    columns = {name: each.partition(":int")[0] for name, each in encodings if not each.startswith("str_")}
-    first = [{name: value for name, value in sample.items() if name in columns} for sample in first]
-    await write_shards(first, pattern(tmp_path, "mds"), columns=columns, max_samples=7)
-    again = [sample async for sample in RemoteIterableDataset(f"{tmp_path}/")]
-    assert len(again) == len(first)
-    for one, other in zip(again, first, strict=True):
-        assert all(same(one[name], other[name]) for name in columns)
-
-
-@pytest.mark.parametrize("format", ["tar", "mds", "parquet"])
+@pytest.mark.parametrize("format", ["tar", "parquet"])
 async def test_no_samples_and_their_index(format: str, tmp_path: Path) -> None:
     """Nothing is written but an index without shards."""
     assert await write_shards([], pattern(tmp_path, format)) == []

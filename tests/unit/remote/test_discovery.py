@@ -132,13 +132,6 @@ async def test_a_star_beside_escapes(tmp_path: Path) -> None:
     await stores.aclose()
 
 
-async def test_a_star_matches_line_ends() -> None:
-    """A line end is a character of a name like any other, also in a folder's."""
-    stores = Stores(transport=MemoryTransport({"a\nb/c.tar": b"", "d.tar": b""}))
-    for pattern in ("**/*.tar", "**"):
-        assert [shard.url for shard in await find_shards(pattern, stores)] == ["a\nb/c.tar", "d.tar"]
-
-
 async def test_a_star_that_nothing_matches(tmp_path: Path) -> None:
     """The error has the number of other objects below the prefix, or says that the extensions are unknown."""
     stores = local(tmp_path, "b.tar", "c.jsonl")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, RemoteIterableDataset
-from asyncloader.remote.stores import Location, LoopStores, Stores, scheme_of, strip_signature
+from asyncloader.remote.stores import Location, LoopStores, Stores, strip_signature
 from asyncloader.transports import MemoryTransport, TransportClosed, UnknownScheme
 from asyncloader.transports.cache_layout import object_url
 from asyncloader.transports.cached import CachedTransport
@@ -205,8 +205,3 @@ def test_incompatible_options() -> None:
         Stores(transport=MemoryTransport(), cache_dir="x")
     with pytest.raises(ValueError, match="options requests"):
         Stores({"requests": 1}, transport=MemoryTransport())
-
-
-def test_schemes() -> None:
-    """A plain path is a file, also with a colon in it."""
-    assert [scheme_of(url) for url in ("S3://b/k", "a:b/c", "/x", "http://h")] == ["s3", "file", "file", "http"]
