@@ -1,6 +1,6 @@
 """Files that the processes of one host make once and read together: indexes of samples, and decoded chunks.
 
-Data path: indexing, chunks -> [host_files: cache_store, open_files] -> shard_reader, in every process of the host.
+Data path: indexing, opened_shards -> [host_files: cache_store, open_files] -> shard_reader, in all processes.
 
 With a `cache_dir` they lie in that cache, and count towards its limit (indexes, which are small, do not). Otherwise,
 and for objects without a version, in a folder of this dataset, which lives as long as the process that made it.

@@ -24,10 +24,16 @@ import numpy.typing as npt
 from asyncloader.formats import Sample, ShardError
 from asyncloader.formats.parquet import RowOptions
 from asyncloader.remote.catalog import PARQUET
-from asyncloader.remote.random_access.chunks import RowReader, unpack
 from asyncloader.remote.random_access.host_files import Content, HostFiles
 from asyncloader.remote.random_access.indexing import Indexer, SampleCatalog
-from asyncloader.remote.random_access.opened_shards import OpenShard, SampleGroup, SampleParser, compression_of
+from asyncloader.remote.random_access.opened_shards import (
+    OpenShard,
+    RowReader,
+    SampleGroup,
+    SampleParser,
+    compression_of,
+    unpack,
+)
 from asyncloader.remote.reading import read_shard_range
 from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores

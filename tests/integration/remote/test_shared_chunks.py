@@ -18,7 +18,7 @@ from aiohttp import web
 
 from asyncloader import AsyncDataLoader, RemoteMapDataset
 from asyncloader.errors import ShardError
-from asyncloader.remote.random_access import chunks, host_files
+from asyncloader.remote.random_access import host_files, opened_shards
 from asyncloader.transports import ReadFailed
 from asyncloader.transports.file_lock import open_regular, try_lock
 from tests import script_server
@@ -103,8 +103,8 @@ def test_decoded_once_for_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         decoded.append(arguments[3])
         return await decode_rows(*arguments, **options)
 
-    decode_rows = chunks.decode_rows
-    monkeypatch.setattr(chunks, "decode_rows", count)
+    decode_rows = opened_shards.decode_rows
+    monkeypatch.setattr(opened_shards, "decode_rows", count)
     dataset = RemoteMapDataset(tmp_path / "s.parquet", cache_bytes=10)
     with pytest.warns(RuntimeWarning, match="Raise cache_bytes="):
         found = run_async(dataset.__getitems__(range(200)))
@@ -204,7 +204,7 @@ def test_compressed_shards_that_cannot_be_read(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(ShardError, match=r"a\.tar\.gz.*truncated|truncated"):
             await dataset[0]
         assert (await dataset[-21])["n"] == b"50"
-        monkeypatch.setattr(chunks, "MAX_UNPACKED", 20_000)
+        monkeypatch.setattr(opened_shards, "MAX_UNPACKED", 20_000)
         with pytest.raises(ShardError, match="accessed at random"):
             await dataset[-1]
         monkeypatch.undo()
