@@ -83,18 +83,16 @@ class DatasetReader(ReaderEnd):
         self._assignments = assignments
         self.asynchronous = is_concurrent(dataset, setup.fetch_threads)
         self._threads = JobThreads(setup.fetch_threads, "asyncloader-read") if setup.fetch_threads else None
-        self._decode_threads: JobThreads | None = None
         self._decoder: Decoder | None = None
         if setup.decode is not None:
-            if self.asynchronous and setup.decode_threads:
-                self._decode_threads = JobThreads(setup.decode_threads, "asyncloader-decode")
-            self._decoder = Decoder(setup.decode, self._decode_threads)
+            apart = self.asynchronous and setup.decode_threads > 0
+            threads = JobThreads(setup.decode_threads, "asyncloader-decode") if apart else None
+            self._decoder = Decoder(setup.decode, threads)
         # A map dataset's batches cannot be read again without their indices, so its state is needed after every batch.
         self._every = setup.snapshot_every if setup.iterable else min(1, setup.snapshot_every)
         self._pack_cursor = pack_cursor
         self._bookmark = Bookmark(dataset, self._every, pack_cursor)
         self._fetcher: Any = None
-        self._concurrency = setup.concurrency
         self._start: EpochStart | None = None
         self._watch: GlobalDrawCheck | None = None
         # Not where the consumer's own code draws from the global generators at the same time.
@@ -156,10 +154,8 @@ class DatasetReader(ReaderEnd):
 
     def context(self) -> DatasetContext:
         """Return the context to hold open while reading; an empty one for a blocking dataset."""
-        if not self.asynchronous:
-            return DatasetContext(None)
-        after = self if assigns_shards(self.dataset) else None
-        return DatasetContext(self.dataset, after)
+        after = self if self.asynchronous and assigns_shards(self.dataset) else None
+        return DatasetContext(self.dataset if self.asynchronous else None, after)
 
     @property
     def begun(self) -> bool:
@@ -259,7 +255,7 @@ class DatasetReader(ReaderEnd):
         if not awaited:
             return MapFetcher(maker, setup.auto_collation, self._collate)
         by_column = setup.collate_fn is torch_collate.default_collate
-        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, self._concurrency, by_column=by_column)
+        return AsyncMapFetcher(maker, setup.auto_collation, self._collate, setup.concurrency, by_column=by_column)
 
     def _stream_fetcher(
         self, start: EpochStart, seeding: EpochSeeding | None, handler: SampleErrorHandler | None

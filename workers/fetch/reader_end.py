@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncloader.workers.fetch.dataset_state import Bookmark
+from asyncloader.workers.fetch.sample import Decoder
 from asyncloader.workers.fetch.stream_fetcher import WorkerStreamFetcher
 from asyncloader.workers.fetch.threads import JobThreads
 from asyncloader.workers.fetch.worker_resource import aclose_idle, any_open, close_idle
@@ -20,7 +21,7 @@ class ReaderEnd:
     _fetcher: Any
     _bookmark: Bookmark
     _threads: JobThreads | None
-    _decode_threads: JobThreads | None
+    _decoder: Decoder | None
 
     def taken(self) -> None:
         """The consumer has the stream's batch, or an error in its place. See `StreamFetcher.keeps`."""
@@ -58,6 +59,6 @@ class ReaderEnd:
         afterwards.
         """
         close_idle()
-        for threads in (self._threads, self._decode_threads):
+        for threads in (self._threads, None if self._decoder is None else self._decoder.threads):
             if threads is not None:
                 threads.close()
