@@ -64,12 +64,8 @@ class RowOptions(NamedTuple):
 
 
 class RowGroup(NamedTuple):
-    """The part of a row group that is read.
-
-    Attributes:
-        number: its index in the file.
-        chunks: ``(start, length)`` in bytes of each column chunk, ascending.
-        uncompressed: decompressed bytes of the chunks, by the file's metadata.
+    """The part of a row group that is read: start and length of its column chunks, ascending; and their decompressed
+    bytes, by the file's metadata.
     """
 
     number: int
@@ -144,12 +140,8 @@ class Footer:
 
 
 def footer_size(tail: bytes, size: int, url: str) -> int:
-    """Return the number of bytes at the end of a file that `parse_footer` needs, from the file's last bytes.
-
-    Args:
-        tail: the last 8 bytes or more; the whole file, if it is shorter.
-        size: of the file.
-        url: of the file, for errors.
+    """Return the number of bytes at the end of a file that `parse_footer` needs, from its last 8 bytes or more, or the
+    whole file.
 
     Raises:
         ShardError: the file is not Parquet, is encrypted, or claims a footer that is larger than the file or the limit.
@@ -170,12 +162,7 @@ def footer_size(tail: bytes, size: int, url: str) -> int:
 
 
 def parse_footer(data: bytes, size: int, url: str) -> Footer:
-    """Parse and check the metadata. Takes CPU time: call it in a thread.
-
-    Args:
-        data: the last `footer_size` bytes of the file.
-        size: of the file.
-        url: of the file.
+    """Parse and check the metadata, the last `footer_size` bytes of a file. Takes CPU time: call it in a thread.
 
     Raises:
         ShardError: the metadata is damaged or impossible.
@@ -204,17 +191,11 @@ def parse_footer(data: bytes, size: int, url: str) -> Footer:
 def read_batches(
     footer: Footer, fetch: Fetch, *, start: int, stop: int | None, options: RowOptions
 ) -> Iterator[tuple[Any, int, int]]:
-    """Read the record batches that contain rows ``[start, stop)``. Blocks while bytes are fetched: iterate in a thread.
+    """Read the record batches that contain rows ``[start, stop)``; None: to the end. Blocks while bytes are fetched:
+    iterate in a thread.
 
     `rows.RecordBatchRows` makes samples of them. The key of a sample is the shard's name and the row's number, `resume`
     the number of the row after it. Columns named ``__key__`` and ``__url__`` are overwritten.
-
-    Args:
-        footer: of the file.
-        fetch: reads ranges.
-        start: number of the first row.
-        stop: number of the row after the last row. None: to the end.
-        options: how they are read.
 
     Yields:
         A record batch of up to 1,024 rows, the number of its first row, and the offset of its row group.
@@ -243,7 +224,8 @@ def read_batches(
     ]
     groups = _RowGroups(footer, fetch, options)
     following: tuple[RowGroup, Windows] | None = None
-    for number, next_number in zip(numbers, [*numbers[1:], None], strict=True):
+    # Not strict: without a wanted row there is None alone.
+    for number, next_number in zip(numbers, [*numbers[1:], None], strict=False):
         group, windows = following or groups.begin(number)
         following = None
         # The next group's windows are fetched while this group is decoded, if memory allows.

@@ -112,28 +112,21 @@ _OTHERS = (
 
 
 class RowPosition(NamedTuple):
-    """A place between two rows.
-
-    Attributes:
-        state: the loader's state before the first window that will be added.
-        carried: the remainder of that window, whose rows were delivered; empty: it is packed like the others.
-        delivered: rows of the next window that is packed that were delivered.
-        options: of the windows when these rows were packed (`options_of`); None: no window was packed.
-    """
+    """A place between two rows."""
 
     state: Any
+    """The loader's, before the first window that will be added."""
     carried: Carried
+    """The remainder of that window, whose rows were delivered; empty: it is packed like the others."""
     delivered: int
+    """Rows of the next window that is packed that were delivered."""
     options: dict[str, Any] | None
+    """Of the windows when these rows were packed (`options_of`); None: no window was packed."""
 
 
 class WindowPacker:
-    """Packs the windows of one epoch.
-
-    Args:
-        collate: arranges a row.
-        position: where to begin.
-        drop_last: leave out the remainder of the last window.
+    """Packs the windows of one epoch from a position on. `collate` arranges a row; `drop_last` leaves out the remainder
+    of the last window.
     """
 
     def __init__(self, collate: PackSequences, position: RowPosition, *, drop_last: bool) -> None:

@@ -8,7 +8,6 @@ import json
 import sys
 import tracemalloc
 import zlib
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
@@ -35,6 +34,7 @@ from tests.unit.formats.shard_readers import (
     check_resume,
     corrupted,
     cut_points,
+    drive,
     error_of,
     read,
 )
@@ -46,10 +46,6 @@ WHOLE = LINES[: LINES.index(b"\n", 3000)]
 
 def make(start: int = 0) -> CompressedReader:
     return CompressedReader(URL, JsonlReader(URL, start=start), decoder("gzip"))
-
-
-def bounded(limit: int) -> Callable[[int], CompressedReader]:
-    return lambda _: CompressedReader(URL, JsonlReader(URL, max_sample_bytes=limit), decoder("gzip"))
 
 
 @given(members=st.lists(st.integers(0, len(LINES)), max_size=4), pad=st.integers(0, 600), cuts=cut_points)
@@ -111,6 +107,22 @@ def test_a_bomb_is_read_in_steps() -> None:
     tracemalloc.stop()
     assert count == 2000
     assert peak < 16 * STEP
+
+
+@pytest.mark.parametrize("ending", ["gz", "zst"])
+def test_a_bomb_of_one_line(ending: str) -> None:
+    """A line of 64 MB in some KB is refused at the limit, without the memory for the line."""
+    packed = (gzip.compress if ending == "gz" else compress)(b"{}\n" + bytes(64 << 20))
+    reader = open_reader(URL, shard_format(f"a.jsonl.{ending}"), max_sample_bytes=3 * STEP)
+    tracemalloc.start()
+    samples, error = drive(reader, [packed])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(samples) == 1
+    assert error is not None
+    assert "max_sample_bytes=3,145,728" in error[0]
+    assert error[1] == 3
+    assert peak < 32 * STEP
 
 
 def test_a_bomb_of_empty_members() -> None:

@@ -71,6 +71,12 @@ def test_rows_are_samples() -> None:
     assert found[0].sample == {"n": 5, "text": "5" * 10, "__key__": "a.parquet:5", "__url__": URL}
 
 
+def test_no_rows() -> None:
+    """A read from the end of a file, as after its last sample, and a file without rows have no samples."""
+    assert rows_of(parquet(range(20)), start=20) == []
+    assert rows_of(written(pa.table({"n": pa.array([], pa.int64())}))) == []
+
+
 def test_values_of_every_kind() -> None:
     """Bytes stay bytes; nulls are None; lists and structs are Python's; fixed-size lists of numbers are arrays."""
     day = dt.datetime(2024, 2, 29, 12, tzinfo=dt.UTC)

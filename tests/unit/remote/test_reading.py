@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import tracemalloc
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -62,6 +63,21 @@ async def test_chunks_that_arrive_while_others_are_parsed_count() -> None:
     async with MemoryTransport({"a.jsonl": data}) as transport:
         shard = shard_of("a.jsonl", range(1))._replace(size=len(data), stated=len(data))
         assert len(await read_all(Stores(transport=transport), shard)) == 100_000
+
+
+@pytest.mark.thorough
+async def test_a_bomb_of_many_small_samples() -> None:
+    """Each sample is allowed, so all are delivered, some at a time: memory does not grow with the content."""
+    inside = tar(range(2000), size=20_000)
+    async with MemoryTransport({"a.tar.gz": gzip.compress(inside, 9)}) as transport:
+        stores, shard, count = Stores(transport=transport), Shard("a.tar.gz", format_of("a.tar.gz")), 0
+        tracemalloc.start()
+        async for batch in read_shard_range(stores, shard, CatalogRange(0), max_sample_bytes=1 << 20):
+            count += len(batch)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert count == 2000
+    assert peak < len(inside) / 2
 
 
 @pytest.mark.parametrize("url", ["a.jsonl", "a.mds", "a.parquet"])
