@@ -113,7 +113,8 @@ class SharedRows:
     async def _decode(
         self, group: _KeptGroup, pinned: PinnedReader, footer: Footer, number: int, options: RowOptions
     ) -> None:
-        if footer.metadata.row_group(number).total_byte_size > self._left:
+        # Of some columns the size is not known: they are decoded until they do not fit.
+        if options.columns is None and footer.metadata.row_group(number).total_byte_size > self._left:
             group.refused = True
             return
         decoding = _Decoding(pinned, footer, *footer.edges[number : number + 2], options)
