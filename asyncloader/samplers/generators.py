@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from asyncloader.errors import StateError
-
 
 def samplers_within(*samplers: Any) -> list[Any]:
     """Return these samplers, each followed by the samplers that it reads from, outermost first, each once."""
@@ -58,17 +56,9 @@ def own_generator(sampler: Any) -> torch.Generator | None:
 
 
 def set_generators(saved: dict[str, str], own: torch.Generator | None) -> None:
-    """Set the generators to saved states.
-
-    Raises:
-        StateError: `saved` has a state for the sampler's own generator, but the sampler has no generator.
-    """
+    """Set the generators to saved states. `own`: the sampler's own; not None if `saved` has a state of it."""
     if "own" in saved:
-        if own is None:
-            raise StateError(
-                "the state was saved by a loader whose sampler had a generator of its own, and here it has none: pass "
-                "generator= as before"
-            )
+        assert own is not None, "the sampler's generator has gone since the state was loaded"
         own.set_state(generator_state(saved["own"]))
     if "global" in saved:
         torch.default_generator.set_state(generator_state(saved["global"]))
@@ -111,11 +101,7 @@ def _text(state: torch.Tensor) -> str:
 # The first fields of a CPU generator's state in torch: seed, numbers left in the block, whether it was seeded, offset
 # of the next number in the block.
 _GENERATOR_HEAD = struct.Struct("=QiiQ")
-
-
 _GENERATOR_BYTES = 5056
-
-
 _GENERATOR_BLOCK = 624
 
 

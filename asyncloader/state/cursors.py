@@ -24,13 +24,8 @@ from asyncloader.samplers.generators import draws_when_iterated, generator_text,
 from asyncloader.samplers.index_stream import IndexStream, base_sampler, fresh_state
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.dataset_kinds import digest_of
-from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor, PackedCursor, pickle_cursor
+from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
 from asyncloader.workers.fetch.seeding import draw_seed, global_generators_kept
-
-
-def value_cursor(cursor: PackedCursor | None) -> Cursor | None:
-    """Return the cursor of its packed form."""
-    return None if cursor is None else cursor.value
 
 
 def generators(config: EpochConfig, indices: IndexStream | None, finished: bool) -> dict[str, str] | None:
@@ -62,11 +57,6 @@ def described_data(config: EpochConfig, *, find: bool = False) -> dict[str, Any]
         with suppress(Exception):
             found["data_digest"] = digest_of(config.dataset, find=find)
     return found
-
-
-def packed_cursor(cursor: Cursor | None) -> PackedCursor | None:
-    """Return the packed form of a cursor."""
-    return None if cursor is None else pickle_cursor(cursor)
 
 
 def later_cursor(cursor: Cursor | None, assigned: bool) -> Cursor | None:

@@ -20,7 +20,7 @@ from asyncloader.state import cursors as parts
 from asyncloader.state.epoch_counter import EpochClock, Tally
 from asyncloader.state.position import Position, done, ranges
 from asyncloader.state.schema import VERSION, explain_streams
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
+from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Progress:
         self.total = total
         """Number of steps in the epoch; None if unknown."""
         self.every = every
-        self._finished = False
+        self.finished = False
+        """Whether the user has seen the end of the epoch."""
         self.asked = False  # the first batch was asked for
         self.first_step: int = 0 if resumed is None else resumed["step"]
         """Number of steps that were delivered before this iterator, without a gap."""
@@ -132,18 +133,13 @@ class Progress:
     @property
     def unbegun(self) -> bool:
         """Whether the first batch was asked for, and the position is still that of the beginning."""
-        moved = self._finished or (self._position.step, self._position.beyond) != (self._first.step, self._first.beyond)
+        moved = self.finished or (self._position.step, self._position.beyond) != (self._first.step, self._first.beyond)
         return self.asked and not moved and self._position.delivered is None
 
     @property
     def touched(self) -> bool:
         """Whether a batch was delivered, in this iterator or before the position that it resumed from."""
         return self._position.delivered is not None or (self._resumed is not None and self._resumed["step"] > 0)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the user has seen the end of the epoch."""
-        return self._finished
 
     @property
     def moment(self) -> tuple[Any, ...]:
@@ -153,7 +149,7 @@ class Progress:
     @property
     def place(self) -> str:
         """The number of batches that were delivered without a gap, in words."""
-        if self._finished:
+        if self.finished:
             return "finished"
         return f"{self._position.step}{'' if self.total is None else f' of {self.total}'} batches delivered"
 
@@ -229,7 +225,7 @@ class Progress:
             found = [None if each is None else Cursor(**each) for each in saved_cursors]
             # Persistent workers still have their datasets: they go on without a cursor.
             if new_workers and inherited is not None:
-                found = [parts.value_cursor(cursor) for cursor in inherited]
+                found = [None if each is None else each.value for each in inherited]
             assigned = self.carried is not None and "leases" in self.carried
             found = [parts.later_cursor(each, assigned) for each in found]
         else:
@@ -238,7 +234,7 @@ class Progress:
             given, next_worker = saved["given"], saved["next"]
             # A cursor with a problem cannot be used: the stream must be read again.
             found = [None if each is None or each["problem"] else Cursor(**each) for each in saved["cursors"]]
-        cursors = inherited or [parts.packed_cursor(each) for each in found]
+        cursors = inherited or [None if each is None else pickle_cursor(each) for each in found]
         self._position = self._position._replace(next_worker=next_worker, given=tuple(given), cursors=tuple(cursors))
         options = shared_seed, self.epoch, self._clock.sets_dataset
         starts = [
@@ -249,10 +245,11 @@ class Progress:
 
     def inherit(self, before: Progress) -> None:
         """Let persistent workers continue with their datasets from the end of the epoch before, if it was completed."""
-        if before._finished and before._streams is not None:
+        if before.finished and before._streams is not None:
             assigned = before.assignment is not None
-            values = map(parts.value_cursor, before._position.cursors)
-            self._inherited = [parts.packed_cursor(parts.later_cursor(cursor, assigned)) for cursor in values]
+            values = (None if each is None else each.value for each in before._position.cursors)
+            later = (parts.later_cursor(each, assigned) for each in values)
+            self._inherited = [None if each is None else pickle_cursor(each) for each in later]
 
     def base_seed_drawn(self) -> None:
         """Undo the draw of the base seed if this epoch follows another: persistent workers would have kept their first
@@ -383,7 +380,7 @@ class Progress:
         if self.cut_short or (self._position.unread is not None and self.unbegun):
             return
         self._settle_unread()
-        self._finished = True
+        self.finished = True
         # A copy: the loop's thread may add another worker's end while the ranks have already agreed on the epoch's.
         for worker, cursor in self.ends.copy().items():
             if cursor is not None:
@@ -413,7 +410,7 @@ class Progress:
         if last is not None and last == self._undelivered():
             # Ctrl-C came after the batch was counted, and before the user had it.
             return self.state_before_last()
-        return self._state(self._position, finished=finished or self._finished)
+        return self._state(self._position, finished=finished or self.finished)
 
     def _state(self, position: Position, *, finished: bool) -> dict[str, Any]:
         # An async sampler is advanced to the end of the epoch before only when it is read. Until then, its own state is

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, Sampler
 
 from asyncloader import AsyncDataLoader, AsyncSampler, DataLoader, LoaderClosed
+from asyncloader.samplers.async_sampler import is_async_sampler
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Numbers
 from tests.helpers.running import BOTH, KINDS, PATIENCE_S, Deaths, collect, outcomes, run_async
@@ -103,8 +104,22 @@ def test_lengths(make: Any) -> None:
             len(make(Numbers(10), **options))
 
 
-def test_protocol() -> None:
-    """An object with `__aiter__` is an AsyncSampler; a list is not."""
+class Derived(Ticking, Sampler[int]):
+    """Has the `__iter__` of torch's base class, which is not implemented."""
+
+
+class Both(Ticking):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def test_only_what_cannot_be_read_plainly_is_async() -> None:
+    """A sampler that can be iterated both ways is read plainly, as torch reads it; a list is no async sampler."""
+    assert is_async_sampler(Ticking(1))
+    assert is_async_sampler(Derived(1))
+    assert not is_async_sampler(Both(1))
+    assert not is_async_sampler([1, 2])
+    assert not is_async_sampler(Ticking)
     assert isinstance(Ticking(1), AsyncSampler)
     assert not isinstance([1], AsyncSampler)
 

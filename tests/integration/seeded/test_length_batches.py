@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncloader import BucketBatchSampler, DataLoader, MixtureSampler, TokenBudgetBatchSampler
+from asyncloader import BucketBatchSampler, DataLoader, TokenBudgetBatchSampler
 
 LENGTHS = np.random.default_rng(0).integers(1, 60, 400)
 DATA: Any = list(range(400))
@@ -47,23 +47,3 @@ def test_resumed_with_other_workers(kind: int) -> None:
         loader.load_state_dict(state)
         assert [batch.tolist() for batch in loader] == expected[7:]
         assert [batch.tolist() for batch in loader] == following
-
-
-@pytest.mark.parametrize("on_exhausted", ["repeat", "stop", "drop"])
-def test_mixture_is_resumed(on_exhausted: Any) -> None:
-    """A resumed mixture gives the rest of its order."""
-
-    def made() -> DataLoader[Any]:
-        sampler = MixtureSampler([range(300), range(100)], [0.8, 0.2], seed=2, on_exhausted=on_exhausted)
-        return DataLoader[Any](DATA, 10, sampler=sampler, seed=1, num_workers=1)
-
-    with made() as loader:
-        expected = [batch.tolist() for batch in loader]
-    with made() as loader:
-        iterator = iter(loader)
-        assert [next(iterator).tolist() for _ in range(5)] == expected[:5]
-        state = loader.state_dict()
-        del iterator
-    with made() as loader:
-        loader.load_state_dict(state)
-        assert [batch.tolist() for batch in loader] == expected[5:]

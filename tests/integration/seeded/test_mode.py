@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, StackDataset, Subset, random_split
 
 from asyncloader import Tuning
 from tests.helpers.comparing import assert_same, same
@@ -59,18 +58,7 @@ def test_the_same_bytes_for_every_start_method(kind: str, method: str) -> None:
     assert_same(epochs_of(kind, WholeDraws(N), 2, **options, **more), expected)
 
 
-# ------------------------------------------------------------------------------------------- views
-
-
-VIEWS: dict[str, Any] = {
-    "subset": lambda: Subset(AllDraws(2 * N), list(range(1, 2 * N, 2))),
-    "random split": lambda: random_split(AllDraws(N), [20, N - 20], torch.Generator().manual_seed(1))[1],
-    "concatenated": lambda: ConcatDataset([AllDraws(11), Subset(AllDraws(N), range(N - 11))]),
-    "stacked": lambda: StackDataset(AllDraws(N), Subset(AllDraws(N), list(reversed(range(N))))),
-    "stacked by name": lambda: StackDataset(a=AllDraws(N), b=Rows(N)),
-    "subset of whole batches": lambda: Subset(WholeDraws(2 * N), list(range(N))),
-    "subset of a stack of whole batches": lambda: Subset(StackDataset(WholeDraws(N), AllDraws(N)), range(20)),
-}
+# ------------------------------------------------------------------------------------------- whole batches
 
 
 @pytest.mark.parametrize("kind", BOTH)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from asyncloader import (
     StatefulDataLoader,
 )
 from tests.helpers.comparing import assert_same
-from tests.helpers.running import run_async, run_script
+from tests.helpers.running import run_async
 from tests.helpers.seeded_datasets import AllDraws, AwaitedDraws, Lists, Rows, Threaded, WholeDraws, draw_and_collate
 from tests.helpers.seeded_runs import Stepwise
 from tests.helpers.shards_of_formats import SIZES, write
@@ -272,32 +271,3 @@ def test_wrong_arguments() -> None:
         for given, text in cases:
             with pytest.raises(ValueError, match=text):
                 loader.batch_at(**given)
-
-
-@pytest.mark.parametrize(("rows", "processes"), [(400, 1), pytest.param(3000, 10, marks=pytest.mark.slow)])
-def test_in_another_process(rows: int, processes: int, tmp_path: Path) -> None:
-    """A hundred random steps of a finished run of three ranks with two workers each, made again without workers in each
-    of some processes: to the byte.
-    """
-    options = {"batch_size": 3, "seed": 11, "shuffle": True, "world_size": RANKS}
-    run: dict[tuple[int, int, int], int] = {}
-    for rank in range(RANKS):
-        with Stepwise("sync", AllDraws(rows), **options, rank=rank, num_workers=2) as one:
-            for epoch in range(2):
-                run |= {(rank, epoch, step): crc32(batch.numpy()) for step, batch in enumerate(one.epoch())}
-    assert len({*run.values()}) == len(run)  # no two batches are the same: each step is told from the others
-    drawn = random.Random(4).sample([*run], 100 * processes)
-    for number in range(processes):
-        places = drawn[100 * number :][:100]
-        script = f"""
-        from zlib import crc32
-        from asyncloader import DataLoader
-        from tests.helpers.seeded_datasets import AllDraws
-
-        loader = DataLoader(AllDraws({rows}), rank=0, **{options!r})
-        for rank, epoch, step in {places}:
-            print(crc32(loader.batch_at(step, epoch=epoch, rank=rank).numpy()))
-        """
-        done = run_script(tmp_path, script)
-        assert done.returncode == 0, done.stderr
-        assert [*map(int, done.stdout.split())] == [run[place] for place in places]

@@ -19,7 +19,7 @@ from tests.helpers.comparing import assert_same
 from tests.helpers.running import BOTH
 from tests.helpers.seeded_datasets import Lists, Rows
 from tests.helpers.seeded_runs import Stepwise
-from tests.helpers.state_parts import Counted, CursorMap, Passes
+from tests.helpers.state_parts import Counted, Passes
 
 N = 40
 BATCH = 4
@@ -127,23 +127,6 @@ def test_the_process_generator_is_where_the_user_wants_it() -> None:
     torch.manual_seed(12)
     torch.empty((), dtype=torch.int64).random_()
     assert after[1] in (after[0], float(torch.rand(())))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kind", BOTH)
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_map_dataset_with_a_state(kind: str, workers: int) -> None:
-    """A Stateful map dataset continues from the state of its copy at the delivered position, in each worker."""
-    options: dict[str, Any] = {"batch_size": 3, "num_workers": workers}
-    with Stepwise(kind, CursorMap(30), **options) as run:
-        expected = run.epoch()
-    with Stepwise(kind, CursorMap(30), **options) as run:
-        run.begin()
-        assert_same(run.take(3), expected[:3])
-        state = run.loader.state_dict()
-    with Stepwise(kind, CursorMap(30), **options) as run:
-        run.loader.load_state_dict(state)
-        assert_same(run.epoch(), expected[3:])
 
 
 # ------------------------------------------------------------------------------------------- stateful samplers

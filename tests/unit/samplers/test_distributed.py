@@ -185,51 +185,6 @@ def test_tail_by_rule(rule: OnUneven, left: int) -> None:
     assert tail_of(left, share(4, 3, 0, rule)) == TAILS[rule, left]
 
 
-def test_error_rule_names_what_is_left() -> None:
-    """on_uneven="error" raises when the end is reached, and names the ways out; `len` raises at once."""
-    view = RankView(range(7), share(2, 3, 0, "error"))
-    iterator = view.iter_from(0)
-    assert next(iterator) == PositionedIndex(0, [0, 1])
-    with pytest.raises(ValueError, match=r"last 1 samples cannot be shared evenly by world_size=3 .*drop_last=True"):
-        next(iterator)
-    with pytest.raises(ValueError, match="on_uneven='error'"):
-        len(view)
-    batch_view = RankView([[1], [2]], share(None, 3, 0, "error", of_batches=True))
-    with pytest.raises(ValueError, match="last 2 batches cannot be shared evenly"):
-        steps(batch_view)
-
-
-@given(sizes, batches, worlds, st.sampled_from(EVEN))
-def test_padding_says_which_samples_are_there_for_evenness(
-    size: int, batch_size: int, ranks: int, rule: OnUneven
-) -> None:
-    """The ranks' paddings end their last batches, and contain all the repeated samples."""
-    padded = 0
-    for view in views(list(range(size)), batch_size, ranks, rule):
-        batches_of_rank = steps(view)
-        padding = view.cutter.padding
-        if padding is None:
-            assert all(first + i == index for first, batch in batches_of_rank for i, index in enumerate(batch))
-            continue
-        step, count = padding
-        padded += count
-        assert step == len(batches_of_rank) - 1
-        first, batch = batches_of_rank[step]
-        assert 0 < count <= len(batch)
-        assert [first + i < size for i in range(len(batch))] == [i < len(batch) - count for i in range(len(batch))]
-    assert padded == tail_of(size % (batch_size * ranks), share(batch_size, ranks, 0, rule)).repeated
-
-
-def test_sampler_without_a_length() -> None:
-    """`len` raises the sampler's TypeError; the dropped and repeated samples are known once the end is reached."""
-    view = RankView(Unsized(list(range(5))), share(1, 2, 0, "repeat"))
-    with pytest.raises(TypeError):
-        len(view)
-    assert view.tail() == Tail(0, 0, 0)
-    steps(view)
-    assert view.tail()[1:] == (0, 1)
-
-
 def test_an_iterator_keeps_its_epoch() -> None:
     """The epoch is that of the moment at which the iterator was made, as with the sampler's own iterators."""
     sampler = SeededSampler(range(12), seed=1)

@@ -82,15 +82,6 @@ def test_any_position_is_found_at_once(arguments: Any, epoch: int, position: int
         ]
 
 
-def test_passes_are_shuffled_anew() -> None:
-    """Each pass has every sample once; a source that is not shuffled keeps its order."""
-    taken = MixtureOrder([10] * 4, [(0, [1] * 4)], "repeat", None, seed=7).take(3, 5, 30).tolist()
-    passes = [taken[5:15], taken[15:25]]
-    assert [sorted(each) for each in passes] == [list(range(10))] * 2
-    assert passes[0] != passes[1]
-    assert np.array_equal(MixtureOrder([10] * 4, [(0, [1] * 4)], "repeat", None).take(3, 8, 5), [8, 9, 0, 1, 2])
-
-
 def test_an_empty_source_has_no_share() -> None:
     """Unless it is left out, or counts as used up."""
     with pytest.raises(ValueError, match="dataset 1 is empty, so its weight of 2"):

@@ -31,19 +31,6 @@ def clock(*samplers: Any, dataset: Any = (), seeded: bool = True) -> EpochClock:
     return EpochClock(list(samplers), dataset, seeded=seeded)
 
 
-@pytest.mark.parametrize("make", [distributed, lambda: SeededSampler(range(8), 1)])
-def test_the_number_lives_in_the_sampler(make: Any) -> None:
-    """Setting the sampler's epoch and setting the loader's epoch have equal effects."""
-    sampler = make()
-    c = clock(sampler)
-    sampler.set_epoch(5)
-    assert c.value == 5
-    c.set(7)
-    assert sampler.epoch == 7
-    c.completed(7)
-    assert (c.value, sampler.epoch) == (8, 8)
-
-
 def test_torch_mode_leaves_samplers_and_datasets_to_the_user() -> None:
     """The begin and the end of an epoch call no `set_epoch`; only the user's own `set` does."""
     sampler, dataset = distributed(), Told()
