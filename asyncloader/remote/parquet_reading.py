@@ -8,20 +8,20 @@ look-up could be queued behind the threads that wait for it.)
 
 A row group can only be decoded from its beginning on. Fixed streams begin and end anywhere: where four of them read a
 quarter of a row group each, decoding it for each would take two and a half times as long. So a row group of which a
-stream of a worker reads a part is decoded once for all streams that read it at the same time (`SharedRows`), if it is
-small enough to be kept.
+stream of a worker reads a part is decoded once for all streams that read it at the same time (`SharedRows`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from contextlib import aclosing, suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
 from asyncloader.base.bridge import in_thread
 from asyncloader.base.shielding import retrieve_error, shielded, wait_until_done
@@ -30,10 +30,6 @@ from asyncloader.formats.parquet import TAIL_BYTES, Footer, RowOptions, footer_s
 from asyncloader.formats.rows import RecordBatchRows
 from asyncloader.transports import ObjectInfo, PinnedReader, TransportClosed
 from asyncloader.workers.fetch.threads import JobThreads
-
-_R = TypeVar("_R")
-
-_Batch: TypeAlias = tuple[Any, int, int]  # as `read_batches` yields them
 
 MOST_BYTES = 64 << 20
 """Bytes of decoded rows, in Arrow's memory, that a worker keeps for its other streams."""
@@ -62,19 +58,20 @@ async def read_footer(pinned: PinnedReader, url: str) -> tuple[Footer, ObjectInf
 class SharedRows:
     """The row groups that the streams of one worker read at present, and share. Used in one event loop.
 
-    The bytes of rows that are kept are bounded for all files together: the streams of a row group that does not fit, or
-    that is damaged, read it alone.
+    The bytes of rows that are kept are bounded for all files together: a stream whose rows are not kept, or whose row
+    group could not be decoded for another stream, reads its rows alone.
 
     Args:
-        most: bytes of decoded rows that are kept.
+        most: bytes of decoded rows that are kept for other streams.
     """
 
     def __init__(self, most: int = MOST_BYTES) -> None:
-        self._groups: dict[tuple[PinnedReader, int], _KeptGroup] = {}
+        self.decodings: dict[tuple[PinnedReader, int], _Decoding] = {}
         # The lock is held while a footer is read: the first stream reads it for all. If it fails or is cancelled, the
         # next one does, and gets an error of its own.
         self._footers: OrderedDict[PinnedReader, tuple[asyncio.Lock, list[Footer]]] = OrderedDict()
         self._left = most
+        self._lock = threading.Lock()  # for `take`, which each row group's thread calls
 
     async def footer(self, pinned: PinnedReader, url: str) -> Footer:
         """Return a file's footer, which is kept for its other streams. Raises the errors of `read_footer`."""
@@ -86,65 +83,12 @@ class SharedRows:
                 found.append((await read_footer(pinned, url))[0])
         return found[0]
 
-    @asynccontextmanager
-    async def rows(
-        self, pinned: PinnedReader, footer: Footer, number: int, options: RowOptions
-    ) -> AsyncGenerator[Sequence[_Batch] | None, None]:
-        """Return the record batches of a row group, which are kept until the last of its streams leaves this context;
-        None: they are not kept.
-
-        Raises:
-            TransportError: the bytes cannot be read. The next stream tries again.
-        """
-        key = (pinned, number)
-        group = self._groups.setdefault(key, _KeptGroup(asyncio.Lock()))
-        group.users += 1
-        try:
-            async with group.lock:  # the first stream decodes for all
-                if group.batches is None and not group.refused:
-                    await self._decode(group, pinned, footer, number, options)
-            yield group.batches
-        finally:
-            group.users -= 1
-            if not group.users:
-                del self._groups[key]
-                self._left += group.nbytes
-
-    async def _decode(
-        self, group: _KeptGroup, pinned: PinnedReader, footer: Footer, number: int, options: RowOptions
-    ) -> None:
-        # Of some columns the size is not known: they are decoded until they do not fit.
-        if options.columns is None and footer.metadata.row_group(number).total_byte_size > self._left:
-            group.refused = True
-            return
-        decoding = _Decoding(pinned, footer, *footer.edges[number : number + 2], options)
-        found: list[_Batch] = []
-        try:
-            while (batch := await decoding.next()) is not None:
-                # The file's claim of its size is not trusted.
-                if batch[0].nbytes > self._left:
-                    group.refused = True
-                    return
-                group.nbytes += batch[0].nbytes
-                self._left -= batch[0].nbytes
-                found.append(batch)
-            group.batches = found
-        except ShardError:
-            group.refused = True  # each stream gets the rows before the fault, and the error
-        finally:
-            if group.batches is None:
-                self._left, group.nbytes = self._left + group.nbytes, 0
-            await decoding.aclose()
-
-
-class _KeptGroup:
-    """A row group that streams share: its record batches once they are decoded, unless that is refused."""
-
-    def __init__(self, lock: asyncio.Lock) -> None:
-        self.lock = lock
-        self.users = self.nbytes = 0
-        self.batches: Sequence[_Batch] | None = None
-        self.refused = False
+    def take(self, size: int) -> bool:
+        """Whether that many bytes may be kept; then they count until they are taken back, as a negative number."""
+        with self._lock:
+            fits = size <= self._left
+            self._left -= size if fits else 0
+            return fits
 
 
 async def read_parquet(
@@ -156,6 +100,7 @@ async def read_parquet(
     stop: int | None = None,
     on_bad: OnBad | None = None,
     shared: SharedRows | None = None,
+    footer: Footer | None = None,
 ) -> AsyncGenerator[LocatedSamples, None]:
     """Read rows ``[start, stop)`` of a file. Rows that `on_bad` can skip: rows with a value that has no Python form.
     It is called in the loop.
@@ -168,20 +113,35 @@ async def read_parquet(
         stop: number of the row after the last; None: to the end.
         on_bad: called with each bad row. None: it is raised.
         shared: the row groups that are read at the same time. None: it shares none.
+        footer: the file's, if it was read before.
 
     Raises:
         ShardError: the file is damaged.
         TransportError: the bytes cannot be read, or are of another version of the file than its footer.
     """
-    footer = (await read_footer(pinned, url))[0] if shared is None else await shared.footer(pinned, url)
+    if footer is None:
+        footer = (await read_footer(pinned, url))[0] if shared is None else await shared.footer(pinned, url)
     after = footer.rows if stop is None else min(stop, footer.rows)
-    for first, end, number in [_RowPart(start, after, None)] if shared is None else _parts(footer.edges, start, after):
-        alone = shared is None or number is None
-        async with nullcontext() if alone else shared.rows(pinned, footer, number, options) as kept:
-            decoding = _Decoding(pinned, footer, first, end, options, kept)
-            async with aclosing(decoding), aclosing(decoding.rows(first, end, on_bad)) as rows:
+    parts = [_RowPart(start, after, None)] if shared is None else _parts(footer.edges, start, after)
+    for first, end, number in parts:
+        decoding: _Decoding | None = None
+        if shared is None or number is None:
+            decoding = _Decoding(pinned, footer, first, end, options, None)
+        elif (decoding := shared.decodings.get((pinned, number))) is None:
+            begin, close = footer.edges[number : number + 2]
+            decoding = shared.decodings[pinned, number] = _Decoding(pinned, footer, begin, close, options, shared)
+        decoding.users += 1
+        try:
+            async with aclosing(decoding.rows(first, end, on_bad)) as rows:
                 async for found in rows:
                     yield found
+        finally:
+            decoding.users -= 1
+            if not decoding.users:
+                # First: a user that comes while it is closed gets another.
+                if shared is not None and number is not None:
+                    del shared.decodings[pinned, number]
+                await decoding.aclose()
 
 
 class _RowPart(NamedTuple):
@@ -210,15 +170,33 @@ def _parts(edges: Sequence[int], start: int, stop: int) -> list[_RowPart]:
     return found
 
 
+class _Found(NamedTuple):
+    """Rows as far as they are good, each part behind the bad rows before it, the last maybe without rows; the number of
+    the row after all of them; and the error that ended them.
+    """
+
+    rows: list[tuple[list[ShardError], LocatedSamples | None]]
+    after: int
+    fault: Exception | None
+
+
+class _KeptBatch(NamedTuple):
+    """A record batch, the numbers of its rows, and the offset of its row group."""
+
+    batch: Any
+    rows: range
+    place: int
+
+
 class _Decoding:
-    """Rows ``[start, stop)`` of a file, decoded in a thread as far as they are asked for.
+    """Rows ``[start, stop)`` of a file, decoded in a thread as far as their readers need them.
 
     Args:
         pinned: reads the file.
         footer: the file's.
         start, stop: the numbers of the rows.
         options: how they are read.
-        kept: record batches that have these rows, and were decoded already.
+        shared: counts the bytes that are kept for further readers. None: there is one reader.
     """
 
     def __init__(
@@ -228,71 +206,94 @@ class _Decoding:
         start: int,
         stop: int,
         options: RowOptions,
-        kept: Sequence[_Batch] | None = None,
+        shared: SharedRows | None,
     ) -> None:
+        self.users = 0
+        self._pinned = pinned
         self._footer = footer
         self._options = options
+        self._shared = shared
         self._ranges = Ranges(pinned)
         self._thread = JobThreads(1, "asyncloader-parquet")
-        self._last: asyncio.Future[Any] | None = None  # of the thread's calls
-        self._batches: Iterator[_Batch] = (
-            read_batches(footer, self._ranges.fetch, start=start, stop=stop, options=options)
-            if kept is None
-            else iter(kept)
-        )
-
-    async def next(self) -> _Batch | None:
-        """Return the next record batch; None at the end. Raises the errors of `read_parquet`."""
-        return await shielded(self._call(partial(next, self._batches, None)))
+        self._last: asyncio.Future[_Found | None] | None = None  # of the thread's calls
+        # Of the thread:
+        self._batches = read_batches(footer, self._ranges.fetch, start=start, stop=stop, options=options)
+        self._at = start  # the first row that is not decoded
+        self._kept: list[_KeptBatch] = []
+        self._bytes = 0  # of the rows that are kept
+        self._failed = False
 
     async def rows(self, start: int, stop: int, on_bad: OnBad | None) -> AsyncGenerator[LocatedSamples, None]:
-        """Read the rows, like `read_parquet`."""
-        read = partial(self._read, start, stop, on_bad is not None)
-        coming = self._call(read)
+        """Read some of the rows, like `read_parquet`. What is not kept any more, or cannot be decoded for another
+        reader, is read alone.
+        """
+        at = start
+        coming = self._call(at, stop, on_bad)
         # Shielded: a cancelled wait must not cancel the future, for which `aclose` waits.
-        while (found := await shielded(coming)) is not None:
-            rows, fault = found
-            if fault is None:
+        while at < stop and (found := await shielded(coming)) is not None:
+            at = found.after
+            if at < stop and found.fault is None:
                 # Before the consumer gets these rows: others are decoded while it works.
-                coming = self._call(read)
-            for each in rows:
-                if isinstance(each, LocatedSamples):
-                    yield each
-                elif on_bad is not None:
-                    on_bad(each)
-            if fault is not None:
-                raise fault
+                coming = self._call(at, stop, on_bad)
+            for bad_rows, rows in found.rows:
+                for error in bad_rows:
+                    assert on_bad is not None
+                    on_bad(error)
+                if rows is not None:
+                    yield rows
+            if found.fault is not None:
+                raise found.fault
+        if at < stop:
+            url, options, footer = self._footer.url, self._options, self._footer
+            alone = read_parquet(self._pinned, url, options=options, start=at, stop=stop, on_bad=on_bad, footer=footer)
+            async with aclosing(alone):
+                async for rows in alone:
+                    yield rows
 
-    def _call(self, function: Callable[[], _R]) -> asyncio.Future[_R]:
-        self._last = self._thread.call(lambda _: function(), None)
+    def _call(self, start: int, stop: int, on_bad: OnBad | None) -> asyncio.Future[_Found | None]:
+        self._last = self._thread.call(lambda _: self._read(start, stop, on_bad is not None), None)
         self._last.add_done_callback(retrieve_error)  # a reader that was closed does not ask for it
         return self._last
 
-    def _read(
-        self, start: int, stop: int, tolerant: bool
-    ) -> tuple[list[LocatedSamples | ShardError], Exception | None] | None:
-        """Return rows of the next record batch, the bad rows among them, and the error that ended them; None at the
-        end.
+    def _read(self, start: int, stop: int, tolerant: bool) -> _Found | None:
+        """Make the first of these rows, at least one; None: they are not kept any more, or could not be decoded.
 
         Args:
-            start: number of the first row that is wanted.
-            stop: number of the row after the last.
-            tolerant: return rows that can be skipped. False: they are errors.
+            start: number of a row.
+            stop: number of the row after the last that is wanted.
+            tolerant: leave out rows that can be skipped. False: they are errors.
         """
-        found: list[LocatedSamples | ShardError] = []
+        kept = next((each for each in self._kept if start in each.rows), None)
+        if kept is None and (start < self._at or self._failed):
+            return None
         try:
-            for batch, first, place in self._batches:
-                if first + batch.num_rows > start and first < stop:
-                    rows = RecordBatchRows(
-                        self._footer.url, self._options.max_sample_bytes, found.append if tolerant else None
-                    )
-                    rows.place = place
-                    for each in rows.read(batch, first, start, stop):
-                        found.append(each)  # noqa: PERF402 - behind the bad rows before it
-                    return found, None
+            while kept is None:
+                kept = self._decode(start)
         except Exception as error:
-            return found, error
-        return None
+            self._failed = True
+            return _Found([], start, error)
+        rows: list[tuple[list[ShardError], LocatedSamples | None]] = []
+        bad: list[ShardError] = []
+        made = RecordBatchRows(self._footer.url, self._options.max_sample_bytes, bad.append if tolerant else None)
+        made.place = kept.place
+        after, fault = min(stop, kept.rows.stop), None
+        try:
+            for each in made.read(kept.batch, kept.rows.start, start, after):
+                rows.append((bad[:], each))
+                bad.clear()
+        except ShardError as error:
+            fault = error
+        return _Found([*rows, (bad, None)], after, fault)
+
+    def _decode(self, start: int) -> _KeptBatch | None:
+        """Decode the next record batch, and keep it if possible; return it if row `start` is in it."""
+        batch, first, place = next(self._batches)
+        kept = _KeptBatch(batch, range(first, first + batch.num_rows), place)
+        self._at = kept.rows.stop
+        if self._shared is not None and self._shared.take(batch.nbytes):
+            self._kept.append(kept)
+            self._bytes += batch.nbytes
+        return kept if start in kept.rows else None
 
     async def aclose(self) -> None:
         """Stop decoding, and wait for the end of the call that is running: it ends because its reads fail."""
@@ -300,7 +301,12 @@ class _Decoding:
         try:
             await self._ranges.aclose()
         finally:
-            await wait_until_done([] if self._last is None else [self._last])
+            try:
+                await wait_until_done([] if self._last is None else [self._last])
+            finally:
+                if self._shared is not None:
+                    self._shared.take(-self._bytes)
+                    self._kept.clear()
 
 
 class Ranges:
