@@ -15,7 +15,7 @@ import numpy as np
 from asyncloader.commands.findings import Finding, in_bytes
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import CompressedReader, Located, OnBad, ShardError, ShardRange, ShardReader, TarReader
-from asyncloader.formats.compressed import decoder
+from asyncloader.formats.compressed import MemberDecoder
 from asyncloader.formats.tar import split_name
 from asyncloader.remote.catalog import Shard
 from asyncloader.remote.discovery import expand_urls, find_shards, split_url
@@ -87,7 +87,7 @@ async def _read(shard: Shard, stores: Stores, record: ShardRecord | None) -> _Re
 
     def look_closely(url: str, _: ShardRange) -> ShardReader:
         inspector, compression = _TarInspector(url, note), shard.format.compression
-        return inspector if compression is None else CompressedReader(url, inspector, decoder(compression))
+        return inspector if compression is None else CompressedReader(url, inspector, MemberDecoder(compression))
 
     reader = look_closely if shard.format.name == "tar" else None
     try:

@@ -34,7 +34,7 @@ from asyncloader.formats.base import (
     ShardReader,
     base_name,
 )
-from asyncloader.formats.compressed import CompressedReader, Compression, decoder
+from asyncloader.formats.compressed import CompressedReader, Compression, MemberDecoder
 from asyncloader.formats.indexed import IndexedReader
 from asyncloader.formats.jsonl import JsonlReader, json_lines
 from asyncloader.formats.mds import MdsReader, MdsShard, mds_samples, parse_mds_index
@@ -159,7 +159,7 @@ def open_reader(
     make = READERS[name]
     reader = make(url, start=start, stop=stop, max_sample_bytes=max_sample_bytes, on_bad=on_bad, **options)
     reader.narrow(skip, most)
-    return reader if compression is None else CompressedReader(url, reader, decoder(compression))
+    return reader if compression is None else CompressedReader(url, reader, MemberDecoder(compression))
 
 
 def read_whole(url: str, name: str, shard: MdsShard | None) -> ReadWhole:

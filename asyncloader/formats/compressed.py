@@ -210,9 +210,6 @@ class MemberDecoder:
         return found
 
 
-decoder = MemberDecoder
-
-
 def _zstd() -> Any:
     """Import Python's own module for zstd, or the package of the extra.
 

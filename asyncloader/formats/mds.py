@@ -393,15 +393,13 @@ class MdsReader(PushReader):
                 yield -size
                 self._skip -= 1
                 continue
-            self._read(head, (yield size), at)
-
-    def _read(self, head: tuple[int, ...], data: bytes, at: int) -> None:
-        try:
-            fields = _decode(self._columns, data, 0, head)
-        except ValueError as error:
-            self._bad(str(error), at, self._at, error.__cause__)
-            return
-        self._give(fields, at, self._at)
+            data = yield size
+            try:
+                fields = _decode(self._columns, data, 0, head)
+            except ValueError as error:
+                self._bad(str(error), at, self._at, error.__cause__)
+            else:
+                self._give(fields, at, self._at)
 
 
 _Columns: TypeAlias = "list[tuple[str, int | None, Decode | None]]"

@@ -162,13 +162,9 @@ class PackSequences:
     def __call__(self, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
         """Return the batch of these rows, one or more; or of a single row, as ``batch_size=None`` gives it."""
         rows = [rows] if isinstance(rows, Sequences) else rows
-        sequences = list(chain.from_iterable(rows))
-        fields = [token_fields(sequence) for sequence in sequences]
-        lengths = np.fromiter((len(next(iter(each.values()))) for each in fields), np.int64, len(fields))
+        batch, lengths = join_fields(list(chain.from_iterable(rows)))
         row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-        filled = np.flatnonzero(lengths).tolist() or [0]
-        batch = join_fields([sequences[number] for number in filled], [fields[number] for number in filled])
-        return self.arrange(batch, lengths[filled], row_of[filled], len(rows))
+        return self.arrange(batch, lengths, row_of, len(rows))
 
     def arrange(
         self, batch: dict[str, Any], lengths: npt.NDArray[np.int64], row_of: npt.NDArray[np.int64], rows: int
@@ -212,12 +208,18 @@ class PackSequences:
         return batch | made
 
 
-def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the joined fields of sequences, of which `fields` have an element for each token, and lists of the others.
+def join_fields(sequences: Sequence[Any]) -> tuple[dict[str, Any], npt.NDArray[np.int64]]:
+    """Return the joined fields of the sequences that have tokens (of the first, if none has), and lists of their other
+    values; and the number of tokens of each sequence.
 
     Raises:
-        ValueError: they do not have the same fields, or one that packing makes.
+        TypeError: a sequence has no field of tokens.
+        ValueError: fields differ in length; or the sequences do not have the same fields, or one that packing makes.
     """
+    found = [token_fields(sequence) for sequence in sequences]
+    lengths = np.array([len(next(iter(each.values()))) for each in found], np.int64)
+    filled: list[int] = np.flatnonzero(lengths).tolist() or [0]
+    sequences, fields = [sequences[number] for number in filled], [found[number] for number in filled]
     names, first = fields[0].keys(), _names(sequences[0])
     for number, (sequence, each) in enumerate(zip(sequences, fields, strict=True)):
         if each.keys() != names or _names(sequence) != first:
@@ -233,7 +235,7 @@ def join_fields(sequences: list[Any], fields: list[dict[str, Any]]) -> dict[str,
             raise ValueError(f"a sequence has the field {min(made)!r}, which packing makes: rename it, or leave it out")
         others = [name for name in sequences[0] if name not in names]
         batch = {name: [sequence[name] for sequence in sequences] for name in others}
-    return batch | {name: join([each[name] for each in fields]) for name in names}
+    return batch | {name: join([each[name] for each in fields]) for name in names}, lengths
 
 
 def described(names: Iterable[Any], per_token: Collection[Any]) -> list[str]:

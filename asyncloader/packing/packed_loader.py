@@ -155,10 +155,6 @@ class PackedLoader:
         self._packer = WindowPacker(self._collate, position, drop_last=self.drop_last)
         return self._packer
 
-    def _end(self, packer: WindowPacker) -> None:
-        if self._packer is packer:
-            self._packer = None
-
 
 class _Rows(Generic[B]):
     def __init__(self, owner: PackedLoader, batches: B, packer: WindowPacker) -> None:
@@ -171,8 +167,8 @@ class _Rows(Generic[B]):
     def _is_over(self) -> bool:
         """Whether no window follows. Called where the rows of the window were delivered."""
         self._packer.asked = True
-        if self._packer.over:
-            self._owner._end(self._packer)
+        if self._packer.over and self._owner._packer is self._packer:
+            self._owner._packer = None
         return self._packer.over
 
 

@@ -19,7 +19,7 @@ import torch
 
 from asyncloader.errors import StateError
 from asyncloader.packing.bin_packing import NOTHING, STRATEGIES, Slices, Strategy, pack, whole
-from asyncloader.packing.collate import PackSequences, described, join, join_fields, token_fields
+from asyncloader.packing.collate import PackSequences, described, join, join_fields
 from asyncloader.packing.sampler import rule_of
 from asyncloader.samplers.argument_checks import check_positive
 
@@ -88,8 +88,7 @@ class JoinSequences:
 
     def __call__(self, samples: Sequence[Any]) -> Window:
         """Return the window of these samples, one or more."""
-        fields = [token_fields(sample) for sample in samples]
-        lengths = np.array([len(next(iter(each.values()))) for each in fields], np.int64)
+        joined, lengths = join_fields(samples)
         if not self._splits and int(lengths.max()) > self.max_tokens:
             number = int(lengths.argmax())
             raise ValueError(
@@ -97,9 +96,8 @@ class JoinSequences:
                 f"max_tokens={self.max_tokens}: raise that, choose a strategy that cuts sequences, or shorten or drop "
                 f"this one by decode=. It is {samples[number]!r:.200}"
             )
-        kept = np.flatnonzero(lengths).tolist()
-        joined = join_fields([samples[each] for each in kept], [fields[each] for each in kept]) if kept else {}
-        return Window(joined, lengths[kept], self.max_tokens, self.strategy)
+        kept = lengths > 0
+        return Window(joined if kept.any() else {}, lengths[kept], self.max_tokens, self.strategy)
 
 
 Carried = list[list[int]]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from asyncloader.base.bridge import in_thread
 from asyncloader.formats import MdsShard, ShardError
-from asyncloader.formats.compressed import Compression, decoder
+from asyncloader.formats.compressed import Compression, MemberDecoder
 from asyncloader.remote.catalog import PARQUET, Shard
 from asyncloader.remote.shard_splitting import CatalogRange, Stretch, can_cut, sample_numbers
 from asyncloader.remote.stores import Stores
@@ -182,7 +182,7 @@ async def decompress(
         ShardError: the compressed data is damaged; or, if they are all, is cut off, or has more.
         TransportError: the object cannot be read.
     """
-    decoding, found = decoder(compression), bytearray()
+    decoding, found = MemberDecoder(compression), bytearray()
 
     def take(chunk: bytes) -> None:
         decoding.give(chunk)

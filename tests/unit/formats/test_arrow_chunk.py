@@ -142,10 +142,6 @@ def test_a_row_that_is_asked_for_twice_is_two_samples() -> None:
     assert other["list"] == third["list"] == [2]
 
 
-CATEGORY = pa.array([f"c{row % 5}" for row in range(4)]).dictionary_encode()
-TIMES = pa.array([0, 400_000_000_000_000_000, 2, 3], pa.timestamp("us"))
-
-
 def test_a_number_that_is_not_in_its_dictionary() -> None:
     """An error of the shard."""
     column = pa.array(list("abcabcab")).dictionary_encode()
@@ -172,7 +168,8 @@ class Named(pa.ExtensionType):  # type: ignore[misc]
 
 def test_a_category_in_an_extension_type() -> None:
     """Its values are those of the type that it is stored as."""
-    stored = pa.StructArray.from_arrays([CATEGORY], ["category"])
+    category = pa.array([f"c{row % 5}" for row in range(4)]).dictionary_encode()
+    stored = pa.StructArray.from_arrays([category], ["category"])
     kind = Named(stored.type)
     pa.register_extension_type(kind)
     try:

@@ -26,7 +26,7 @@ from asyncloader.formats import (
     open_reader,
     shard_format,
 )
-from asyncloader.formats.compressed import STEP, ZSTD_MODULES, decoder
+from asyncloader.formats.compressed import STEP, ZSTD_MODULES, MemberDecoder
 from tests.drawn import scaled
 from tests.unit.formats.shard_readers import (
     URL,
@@ -45,7 +45,7 @@ WHOLE = LINES[: LINES.index(b"\n", 3000)]
 
 
 def make(start: int = 0) -> CompressedReader:
-    return CompressedReader(URL, JsonlReader(URL, start=start), decoder("gzip"))
+    return CompressedReader(URL, JsonlReader(URL, start=start), MemberDecoder("gzip"))
 
 
 @given(members=st.lists(st.integers(0, len(LINES)), max_size=4), pad=st.integers(0, 600), cuts=cut_points)
@@ -183,7 +183,7 @@ def compress(*parts: bytes) -> bytes:
 
 
 def of_zstd(start: int = 0) -> CompressedReader:
-    return CompressedReader(URL, JsonlReader(URL, start=start), decoder("zstd"))
+    return CompressedReader(URL, JsonlReader(URL, start=start), MemberDecoder("zstd"))
 
 
 @pytest.mark.parametrize("own", [False, True])
