@@ -1,4 +1,4 @@
-"""MDS datasets that MosaicML's own writer made (``tests/data/mds``) are read whole, in ranges, and by their index."""
+"""MDS datasets that MosaicML's own writer made (``tests/data/mds``) are read whole, by their index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from asyncloader import AsyncDataLoader, RemoteIterableDataset
+from asyncloader import RemoteIterableDataset
 
 DATA = Path(__file__).parents[2] / "data" / "mds"
 
@@ -41,14 +41,3 @@ async def test_samples_are_what_was_written(kind: str) -> None:
     assert [sample["number"] for sample in samples] == list(range(12))
     assert all(map(same, samples))
     assert len(dataset) == 12
-
-
-async def test_shards_are_cut_at_samples() -> None:
-    """Four small shards, cut into more ranges than there are shards, give each sample once."""
-    dataset = RemoteIterableDataset(DATA / "plain")
-    assert sum(len(assignment) for assignment in (await dataset.plan(2, 0, 1, None)).assignments) > 4
-    async with AsyncDataLoader(dataset, batch_size=5, collate_fn=list) as loader:
-        batches = [batch async for batch in loader]
-    assert [len(batch) for batch in batches] == [5, 5, 2]
-    assert sorted(sample["number"] for batch in batches for sample in batch) == list(range(12))
-    assert all(same(sample) for batch in batches for sample in batch)
