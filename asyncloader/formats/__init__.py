@@ -16,6 +16,7 @@ each also with ``.gz`` or ``.zst`` appended, and ``.tgz``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from posixpath import splitext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -98,17 +99,13 @@ def shard_format(url: str) -> ShardFormat:
     Raises:
         ValueError: no known extension.
     """
-    name = base_name(url).lower()
-    if name.endswith(".tgz"):
+    name, ending = splitext(base_name(url).lower())
+    if ending == ".tgz":
         return ShardFormat("tar", "gzip")
-    compression: Compression | None = None
-    for ending, kind in COMPRESSED.items():
-        if name.endswith(ending):
-            name, compression = name.removesuffix(ending), kind
-            break
-    for ending, form in EXTENSIONS.items():
-        if name.endswith(ending):
-            return ShardFormat(form, compression)
+    compression = COMPRESSED.get(ending)
+    form = EXTENSIONS.get(ending if compression is None else splitext(name)[1])
+    if form is not None:
+        return ShardFormat(form, compression)
     known = ", ".join((*EXTENSIONS, ".tgz", ".parquet"))
     raise ValueError(
         f"the extension of {url!r} says no format. Known are {known}, all but the last also with .gz or .zst. If it is "
