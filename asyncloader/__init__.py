@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         random_split,
     )
 
+    from asyncloader.base.events import SkippedSample
     from asyncloader.errors import (
         DeviceUnavailable,
         LoaderClosed,
@@ -99,10 +100,11 @@ if TYPE_CHECKING:
     from asyncloader.samplers.stateful import (
         StatefulRandomSampler as StatefulRandomSampler,
     )
-    from asyncloader.service.definition import definition as definition
     from asyncloader.service.protocol.address import Service as Service
     from asyncloader.service.protocol.batch_types import register_batch_type
-    from asyncloader.shared.share import SharedDict, SharedList, share
+    from asyncloader.service.protocol.definition import definition as definition
+    from asyncloader.shared.layout import SharedDict, SharedList
+    from asyncloader.shared.share import share
     from asyncloader.sources.lance_table import LanceTable as LanceTable
     from asyncloader.sources.litdata_folder import LitDataFolder as LitDataFolder
     from asyncloader.sources.megatron import MegatronTokens as MegatronTokens
@@ -111,7 +113,6 @@ if TYPE_CHECKING:
     from asyncloader.telemetry.metrics import Metric, MetricSample
     from asyncloader.telemetry.trace import Trace
     from asyncloader.workers.fetch.dataset_state import Stateful
-    from asyncloader.workers.fetch.sample_errors import SkippedSample
     from asyncloader.workers.fetch.seeding import sample_rng as sample_rng
     from asyncloader.workers.fetch.worker_resource import worker_resource as worker_resource
 
@@ -122,6 +123,7 @@ _MODULES = {
         "PageLockError RanksDisagree RingMemoryError ServiceUnavailable ShardError ShardWriteError StateError "
         "TaskQuarantined TooManySkippedSamples UnsupportedPlatform WorkerDied"
     ),
+    "base.events": "SkippedSample",
     "loaders.async_loader": "AsyncDataLoader",
     "loaders.install": "install",
     "loaders.loader": "DataLoader",
@@ -142,10 +144,11 @@ _MODULES = {
     "samplers.mixture": "MixtureSampler",
     "samplers.seeded": "SeededSampler",
     "samplers.stateful": "StatefulDistributedSampler StatefulRandomSampler",
-    "service.definition": "definition",
+    "service.protocol.definition": "definition",
     "service.protocol.address": "Service",
     "service.protocol.batch_types": "register_batch_type",
-    "shared.share": "SharedDict SharedList share",
+    "shared.layout": "SharedDict SharedList",
+    "shared.share": "share",
     "sources.lance_table": "LanceTable",
     "sources.litdata_folder": "LitDataFolder",
     "sources.megatron": "MegatronTokens",
@@ -154,7 +157,6 @@ _MODULES = {
     "telemetry.metrics": "Metric MetricSample",
     "telemetry.trace": "Trace",
     "workers.fetch.dataset_state": "Stateful",
-    "workers.fetch.sample_errors": "SkippedSample",
     "workers.fetch.seeding": "sample_rng",
     "workers.fetch.worker_resource": "worker_resource",
 }

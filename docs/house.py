@@ -26,13 +26,12 @@ FLOORS = [
     "errors",
     "base",
     "workers.ipc telemetry",
-    "formats transports workers.memory",
+    "formats transports",
     "workers.fetch ranks transports.testing",
     "samplers shared sources workers",
-    "delivery packing remote service workers.threads",
-    "remote.random_access service.protocol",
+    "delivery packing remote",
+    "remote.random_access service service.protocol",
     "service.client service.node",
-    "service.placement",
     "options",
     "state",
     "epoch",
@@ -80,8 +79,10 @@ def room(module: str) -> str:
 
 
 @cache
-def imports(module: str, *, late: bool = False) -> frozenset[str]:
-    """The full names that `module` imports when it is imported (`late`: also when its functions run)."""
+def imports(module: str, *, late: bool = False, types: bool = False) -> frozenset[str]:
+    """The full names that `module` imports when it is imported (`late`: also when its functions run; `types`: also
+    for type checkers alone).
+    """
     path = MODULES[module]
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     found: set[str] = set()
@@ -98,8 +99,7 @@ def imports(module: str, *, late: bool = False) -> frozenset[str]:
                 found.add(base)
                 found.update({f"{base}.{alias.name}" for alias in child.names} & MODULES.keys())
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                for branch in child.orelse:
-                    visit(branch)
+                visit(child if types else ast.Module(child.orelse, []))
             elif late or not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 visit(child)
 

@@ -318,7 +318,7 @@ def become(program: Sequence[str], cwd: str, env: Mapping[str, str]) -> None:
 def starts_interpreters(program: Sequence[str]) -> bool:
     """Whether the program may have spawned processes or a fork server: it names them, a remote dataset, or a node."""
     if program[0] == "-m":
-        return program[1:3] == ["asyncloader", "serve"] or program[1] == "asyncloader.service.placement.agent"
+        return program[1:3] == ["asyncloader", "serve"] or program[1] == "asyncloader.service.node.agent"
     source = program[1].encode() if program[0] == "-c" else Path(program[0]).read_bytes()
     return re.search(rb"spawn|forkserver|\bserve\b|Remote|Shards", source) is not None
 

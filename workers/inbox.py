@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol
 
+from asyncloader.base.events import PackedCursor, SkippedSample
 from asyncloader.errors import WorkerDied
-from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.ring import Ring, oneoff_anchor
-from asyncloader.workers.memory.ring_manager import RingManager
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.ring import Ring, oneoff_anchor
+from asyncloader.workers.ipc.ring_manager import RingManager
+from asyncloader.workers.ipc.template import Template
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.watchdog import TaskWatchdog
 

@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-from asyncloader.workers.memory.segment import memory_groups, numbers_in
+from asyncloader.workers.ipc.segment import memory_groups, numbers_in
 
 if sys.platform != "win32":
     import resource

@@ -12,12 +12,12 @@ import pickle
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from asyncloader.workers.error_pickle import pickle_error
-from asyncloader.workers.fetch.dataset_state import CursorPacker, PackedCursor, pickle_cursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.base.events import PackedCursor, SkippedSample
+from asyncloader.workers.fetch.dataset_state import CursorPacker, pickle_cursor
+from asyncloader.workers.fetch.error_pickle import pickle_error
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.template import Template
 
 
 class MessageCodec(Protocol):

@@ -27,8 +27,8 @@ from asyncloader.workers.default_signals import each_deferred
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.inbox import Inbox, Listener
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.ring import install_fork_hook
-from asyncloader.workers.memory.ring_manager import KeptRings, RingOptions
+from asyncloader.workers.ipc.ring import install_fork_hook
+from asyncloader.workers.ipc.ring_manager import KeptRings, RingOptions
 from asyncloader.workers.shutdown import stop_at_exit
 from asyncloader.workers.source import WorkerHandle, WorkerSource, shortage_of
 from asyncloader.workers.stacks import Report

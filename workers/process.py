@@ -28,9 +28,8 @@ from asyncloader.telemetry.counters import RECORD_BYTES, Recorder
 from asyncloader.workers.bootstrap import Bootstrap, gc_paused
 from asyncloader.workers.default_signals import signals_blocked
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
-from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc import segment, wire
 from asyncloader.workers.ipc.channel import Channel, Watched, channel_pair
-from asyncloader.workers.memory import segment
 from asyncloader.workers.memory_limit import MemoryKills
 from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.notebook_pickling import about_main, dump_message, file_of_main_hidden, leave_if_importing_main

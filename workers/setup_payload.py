@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
-from asyncloader.workers.memory import segment
+from asyncloader.workers.ipc import segment
 from asyncloader.workers.notebook_pickling import FORK, SessionPickler, found_in_main, in_session
 
 _receiving = threading.local()

@@ -25,7 +25,7 @@ from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_planned
 from asyncloader.workers.fetch.dataset_marks import changed_since, marks
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.lifeline import Lifeline
-from asyncloader.workers.memory.ring_manager import RingManager
+from asyncloader.workers.ipc.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.process import WorkerProcess, hang_up, look
 from asyncloader.workers.setup_payload import Payload, dump, import_worker_code

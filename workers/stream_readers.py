@@ -21,11 +21,10 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
+from asyncloader.base.events import PackedCursor, SkippedSample
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import RngState, rng_state, set_rng_state
 from asyncloader.workers.fetch.setup import (
     EpochStart,

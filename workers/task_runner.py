@@ -19,19 +19,18 @@ from typing import Any
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.base.events import bare_index
+from asyncloader.base.events import PackedCursor, SkippedSample, bare_index
 from asyncloader.errors import LoaderError, RingMemoryError
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.error_answers import ErrorAnswers
-from asyncloader.workers.error_pickle import PickledStartError
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.context import DatasetContext, UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import not_the_end
-from asyncloader.workers.fetch.dataset_state import PackedCursor, bytes_of, is_stateful
+from asyncloader.workers.fetch.dataset_state import bytes_of, is_stateful
 from asyncloader.workers.fetch.error_notes import note_collation
+from asyncloader.workers.fetch.error_pickle import PickledStartError
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import GlobalDrawCheck, restore_rng_state, save_rng_state
 from asyncloader.workers.fetch.setup import (
     LateSetup,
@@ -41,12 +40,11 @@ from asyncloader.workers.fetch.setup import (
     reseeded_datapipe,
     seed_worker,
 )
-from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc import segment, wire
 from asyncloader.workers.ipc.channel import Channel
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.codec import Encoded
-from asyncloader.workers.memory.collate import Collator, count_samples, use_private_memory
-from asyncloader.workers.memory.ring import WorkerRing
+from asyncloader.workers.ipc.codec import Encoded
+from asyncloader.workers.ipc.collate import Collator, count_samples, use_private_memory
+from asyncloader.workers.ipc.ring import WorkerRing
 from asyncloader.workers.memory_limit import PrivateMemory
 from asyncloader.workers.message_codec import PICKLE, MessageCodec
 from asyncloader.workers.processor_use import ProcessorUse

@@ -36,9 +36,8 @@ from asyncloader.telemetry.counters import RECORD_BYTES, Recorder, record_proces
 from asyncloader.workers import stacks
 from asyncloader.workers.default_signals import set_worker_signals
 from asyncloader.workers.fetch.setup import Links, WorkerSetup
-from asyncloader.workers.ipc import lifeline, wire
+from asyncloader.workers.ipc import lifeline, segment, wire
 from asyncloader.workers.ipc.channel import Channel
-from asyncloader.workers.memory import segment
 from asyncloader.workers.setup_payload import InheritedFd, Payload
 from asyncloader.workers.task_runner import TaskRunner
 

@@ -8,14 +8,11 @@ third of a frozen dataclass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from asyncloader.errors import WorkerDied
-
-if TYPE_CHECKING:
-    from asyncloader.workers.fetch.dataset_state import PackedCursor
-    from asyncloader.workers.fetch.sample_errors import SkippedSample
 
 
 class PositionedIndex(NamedTuple):
@@ -150,6 +147,90 @@ class SamplerFailed(NamedTuple):
     """Stands for an index: the sampler has raised, and gives no more."""
 
     error: Exception
+
+
+class SkippedSample(NamedTuple):
+    """A sample that raised, and how that was handled.
+
+    Attributes:
+        index: as the sampler gave it; for a sample of an iterable dataset None, or of a shard which one it is, in words
+            (``"'000013' of 's3://bucket/train-7.tar'"``).
+        position: in seeded mode, its position in the epoch's order; for an iterable dataset, its number in the worker's
+            stream (both from 0); else None.
+        worker: number of the worker, or of the stream of a dataset with `loader_streams`; 0 without workers.
+        pid: process id of the worker.
+        error: type and text of the exception, as in ``"ValueError: bad jpeg"``; at most 1000 characters.
+        traceback: the exception's, as text; the last 16000 characters at most.
+        action: "skipped" (dropped from its batch), "refilled" (another index took its place) or "replaced" (by the
+            value of the `on_error` function). A substitute that raises has a record of its own, which says "skipped".
+        substitute: the index that took its place when it was refilled, else None.
+    """
+
+    index: Any
+    position: int | None
+    worker: int
+    pid: int
+    error: str
+    traceback: str
+    action: str
+    substitute: Any
+
+
+class Cursor(NamedTuple):
+    """The state of one worker's copy of a dataset after some batches.
+
+    Attributes:
+        batches: batches that this worker has answered in the epoch: made, or raised the error of.
+        samples: samples read from its stream.
+        ended: the stream is exhausted.
+        dataset: the dataset's state; None for a dataset without a state.
+        iterator: its iterator's state; None without a state, or if the iterator is the dataset itself.
+        problem: why the state could not be saved; empty if it could.
+        itself: whether the dataset is its own iterator. "": it is not. "within": it is, and `dataset` was taken after
+            ``iter(dataset)``, and is restored after it. "before": it is, and the state is that of another epoch's end.
+            After it is restored, ``iter(dataset)`` is called once more, which begins the epoch. "ended": it is not, and
+            its iterator's state is that of another epoch's end. It is restored, because persistent workers would have
+            had it: effects on the process, such as a generator that is set, hold for the next epoch. Then
+            ``iter(dataset)`` is called once more.
+    """
+
+    batches: int
+    samples: int
+    ended: bool
+    dataset: Any
+    iterator: Any
+    problem: str = ""
+    itself: str = ""
+
+    def epoch_later(self) -> Cursor | None:
+        """Return the next epoch's first cursor, for a cursor at an epoch's end; None without a state."""
+        if self.problem or (self.dataset is None and self.iterator is None):
+            return None
+        if self.iterator is not None:
+            return Cursor(0, 0, False, self.dataset, self.iterator, itself="ended")
+        return Cursor(0, 0, False, self.dataset, None, itself="before" if self.itself else "")
+
+
+class PackedCursor(NamedTuple):
+    """A cursor in the bytes that its codec made of it. Only the codec knows them; `value` gives the cursor.
+
+    A cursor comes with each batch, and most are replaced by the next batch's before a state is saved. Unpacking takes
+    microseconds for a state of one number, and milliseconds for a state that holds the order of its epoch. The training
+    process unpacks a cursor only for a state. The bytes are also a snapshot: changes that the dataset makes to its
+    state, or the user to a saved one, do not reach them.
+
+    Attributes:
+        data: the packed cursor.
+        unpack: reads `data`; its fields in the order of `Cursor`.
+    """
+
+    data: bytes
+    unpack: Callable[[bytes], Any] = pickle.loads
+
+    @property
+    def value(self) -> Cursor:
+        """The cursor: a new copy each time, because a dataset that is restored may keep its state and change it."""
+        return Cursor(*self.unpack(self.data))
 
 
 class WorkerFailure:

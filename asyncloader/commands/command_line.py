@@ -19,7 +19,7 @@ from asyncloader.base.version import __version__
 from asyncloader.errors import LoaderError, text_of
 
 if TYPE_CHECKING:
-    from asyncloader.commands.findings import Finding
+    from asyncloader.verification.findings import Finding
 
 _INTERRUPTED, _NO_READER = 130, 141
 
@@ -109,8 +109,8 @@ def _run(command: str, flags: dict[str, Any]) -> int:
     Raises:
         CannotPrint: standard output cannot be written.
     """
-    from asyncloader.commands.findings import document
     from asyncloader.commands.terminal import CannotPrint, print_error, print_json
+    from asyncloader.verification.findings import document
 
     findings: list[Finding] = []
     try:
@@ -147,8 +147,8 @@ def _run(command: str, flags: dict[str, Any]) -> int:
 
 def _report(command: str, flags: dict[str, Any], findings: list[Finding]) -> int:
     """Run a command that has findings; they are appended to the list as they are made."""
-    from asyncloader.commands.findings import document, has_problem
     from asyncloader.commands.terminal import encode_all, print_finding, print_json, quiet_output
+    from asyncloader.verification.findings import document, has_problem
 
     if flags.get("file"):
         _check_regular(flags["file"])
@@ -195,7 +195,7 @@ def _findings(command: str, flags: dict[str, Any]) -> Iterable[Finding]:
 
 
 def _serve(flags: dict[str, Any]) -> None:
-    from asyncloader.service.definition import check_extra
+    from asyncloader.service.protocol.definition import check_extra
 
     check_extra()
     from asyncloader.commands.terminal import print_line

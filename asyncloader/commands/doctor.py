@@ -20,9 +20,9 @@ import torch
 
 from asyncloader.base.cpus import affinity, cpu_quota, usable_cpus
 from asyncloader.base.version import __version__
-from asyncloader.commands.findings import Finding, in_bytes
 from asyncloader.errors import text_of
-from asyncloader.workers.memory.segment import create, map_segment, memory_limit, reserve
+from asyncloader.verification.findings import Finding, in_bytes
+from asyncloader.workers.ipc.segment import create, map_segment, memory_limit, reserve
 
 _SEGMENT = 64 << 20
 _LEAST_FILES = 256

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
-from asyncloader.commands.findings import Finding
 from asyncloader.errors import StateError
 from asyncloader.state.schema import check_state
+from asyncloader.verification.findings import Finding
 
 _KEYS = ("version", "mode", "kind", "epoch", "step")
 _LONGEST = 300  # characters of a place

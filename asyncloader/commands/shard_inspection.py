@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncloader.commands.findings import Finding, in_bytes
 from asyncloader.errors import is_about_sample
 from asyncloader.formats import CompressedReader, Located, OnBad, ShardError, ShardRange, ShardReader, TarReader
 from asyncloader.formats.compressed import MemberDecoder
@@ -27,6 +26,7 @@ from asyncloader.remote.shard_splitting import CatalogRange
 from asyncloader.remote.stores import Stores
 from asyncloader.transports import ObjectNotFound
 from asyncloader.transports.base import gather_all
+from asyncloader.verification.findings import Finding, in_bytes
 
 _AT_ONCE = 8  # shards
 _SHOWN = 20  # damaged shards, and errors of each

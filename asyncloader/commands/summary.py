@@ -16,7 +16,7 @@ from math import exp, inf, log, sqrt
 from statistics import fmean, variance
 from typing import Any, NamedTuple, TypeAlias
 
-from asyncloader.commands.findings import Finding
+from asyncloader.verification.findings import Finding
 
 WORTH = 0.05
 """The least part by which batches must come faster for a gain to be one."""

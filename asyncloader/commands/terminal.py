@@ -16,7 +16,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any, TextIO
 
-from asyncloader.commands.findings import Finding, as_lines, plain, printable
+from asyncloader.verification.findings import Finding, as_lines, plain, printable
 
 _COLOURS = {"ok": "32", "note": "33", "problem": "1;31"}
 

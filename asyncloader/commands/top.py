@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncloader.base.bridge import run_in_thread
-from asyncloader.commands.findings import Finding, as_lines, has_problem, in_bytes, printable
 from asyncloader.commands.terminal import coloured, encode_all, has_colours, print_finding, print_json, print_line
 from asyncloader.live.client import LoaderSocket, NotWatched, open_sockets, receive_all, relay
 from asyncloader.live.live_server import LiveServer
 from asyncloader.live.snapshot import summary
+from asyncloader.verification.findings import Finding, as_lines, has_problem, in_bytes, printable
 
 _PATIENCE_S = 5.0
 _PERIOD_S = 1.5  # a snapshot comes each second

@@ -27,9 +27,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from asyncloader.commands import summary
-from asyncloader.commands.findings import Finding, as_lines, document, in_bytes, printable
 from asyncloader.commands.recorder import PLAN
 from asyncloader.commands.terminal import encode_all, print_json, print_line
+from asyncloader.verification.findings import Finding, as_lines, document, in_bytes, printable
 
 _GRACE_S, _POLL_S, _MEMORY_S = 5.0, 0.05, 1.0
 _TAIL = 4096  # bytes of standard error that are kept

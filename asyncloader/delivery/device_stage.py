@@ -33,7 +33,7 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.inbox import Answer
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.ipc.ring import Ring
 
 _IN_FLIGHT = 2  # copies in flight when a batch is passed on: one running, one queued
 

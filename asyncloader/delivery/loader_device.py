@@ -14,7 +14,7 @@ import torch
 
 from asyncloader.delivery import open_accelerator
 from asyncloader.delivery.accelerator import DeviceLike, PlainAccelerator
-from asyncloader.workers.memory.ring_manager import KeptRings
+from asyncloader.workers.ipc.ring_manager import KeptRings
 
 if TYPE_CHECKING:
     from asyncloader.delivery.transfer import DeviceTransfer

@@ -3,7 +3,7 @@
 Data path: reorder -> [opener] -> stage -> consumer.
 
 Threads: all answers of a pool are opened by one thread at a time (the consumer's or a stage's). The rule that decides
-between view and copy, and why it cannot deadlock, is in `workers/memory/ring.py`.
+between view and copy, and why it cannot deadlock, is in `workers/ipc/ring.py`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 
 from asyncloader.errors import warn_aside
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.error_pickle import unwrapped
 from asyncloader.workers.fetch.error_notes import add_note
+from asyncloader.workers.fetch.error_pickle import unwrapped
 from asyncloader.workers.inbox import Answer
-from asyncloader.workers.memory.ring import Anchor, oneoff_anchor
+from asyncloader.workers.ipc.ring import Anchor, oneoff_anchor
 
 _PICKLE_WARNING_BYTES = 1 << 20
 

@@ -30,12 +30,10 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory as torch_pin_memory
 
 from asyncloader.base.cpus import use_one_core
-from asyncloader.base.events import Action, Deliver, Fail
+from asyncloader.base.events import Action, Deliver, Fail, PackedCursor, SkippedSample
 from asyncloader.delivery.opener import Opener
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
-from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.inbox import Answer
 from asyncloader.workers.ipc import wire
 

@@ -22,6 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from asyncloader.base.bridge import in_thread
+from asyncloader.base.events import PackedCursor, SkippedSample
 from asyncloader.base.shielding import retrieve_error, shielded
 from asyncloader.delivery.stage import use_current_device
 from asyncloader.epoch.consumer import NO_BATCH
@@ -34,11 +35,10 @@ from asyncloader.ranks.exchange import in_daemon
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, self_cancelled, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
+from asyncloader.workers.fetch.error_pickle import hide_our_frames
+from asyncloader.workers.fetch.sample_errors import NoSamples
 
 T = TypeVar("T")
 

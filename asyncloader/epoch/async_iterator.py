@@ -47,10 +47,10 @@ from asyncloader.state.progress import Progress
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.error_pickle import hide_our_frames, said_again
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
+from asyncloader.workers.fetch.error_pickle import hide_our_frames, said_again
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.memory.ring_manager import KeptRings
+from asyncloader.workers.ipc.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from asyncloader.base.events import (
     WorkerFailure,
 )
 from asyncloader.base.shielding import shielded
+from asyncloader.base.topology import without_batch
 from asyncloader.delivery.opener import Opener, raise_worker_error
 from asyncloader.delivery.stage import OnDevice, Pinned, PinStage, torch_pin
 from asyncloader.epoch.pipeline import Pipeline
@@ -51,7 +52,6 @@ from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import TaskQuarantined
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import AgreementStage
-from asyncloader.ranks.topology import without_batch
 from asyncloader.state.progress import Progress
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.inbox import Answer

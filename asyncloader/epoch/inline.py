@@ -18,6 +18,8 @@ from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
+from asyncloader.base.events import PackedCursor, SkippedSample
+from asyncloader.base.topology import without_batch
 from asyncloader.delivery.loader_device import transfer_of
 from asyncloader.delivery.stage import torch_pin
 from asyncloader.epoch.consumer import NO_BATCH
@@ -29,18 +31,16 @@ from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.errors import TooManySkippedSamples, interrupts
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.ranks.topology import without_batch
 from asyncloader.samplers.index_stream import time_pull
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import PendingBatch, Progress
 from asyncloader.telemetry.profiler_ranges import in_range, recorded
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.data_end import EndOfData, over_after
-from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample, dropped_count
-from asyncloader.workers.memory.leaves import batch_nbytes
+from asyncloader.workers.fetch.sample_errors import NoSamples, dropped_count
+from asyncloader.workers.ipc.leaves import batch_nbytes
 from asyncloader.workers.processor_use import thread_delay
 
 T = TypeVar("T")

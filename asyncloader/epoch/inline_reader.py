@@ -18,6 +18,7 @@ from torch.utils.data import IterDataPipe, MapDataPipe, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.graph_settings import apply_random_seed, apply_sharding
 
+from asyncloader.base.events import PackedCursor, SkippedSample
 from asyncloader.base.shielding import retrieve_error
 from asyncloader.epoch.plan import InlineAssignments, worker_setup
 from asyncloader.epoch.stream_scheduler import StreamTurns
@@ -28,14 +29,12 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData, not_the_end
-from asyncloader.workers.fetch.dataset_state import PackedCursor
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import RngState, rng_state, set_rng_state
 from asyncloader.workers.fetch.setup import WorkerSetup, call_worker_init, seed_cpu_generators
 from asyncloader.workers.fetch.worker_info import answering_with
-from asyncloader.workers.memory.inline_collate import inline_collate
-from asyncloader.workers.memory.ring_manager import CREDIT_BYTES
+from asyncloader.workers.ipc.inline_collate import inline_collate
+from asyncloader.workers.ipc.ring_manager import CREDIT_BYTES
 from asyncloader.workers.stream_readers import StreamReaders, copies, infos_of
 
 

@@ -31,9 +31,11 @@ from asyncloader.base.events import (
     Fail,
     Finish,
     Notice,
+    PackedCursor,
     Pull,
     Replace,
     SamplerFailed,
+    SkippedSample,
     WorkerFailure,
 )
 from asyncloader.delivery.opener import raise_worker_error
@@ -44,8 +46,6 @@ from asyncloader.epoch.timeout_report import report
 from asyncloader.errors import WorkerDied, ending, is_tried_again
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.context import UnexpectedCancellation
-from asyncloader.workers.fetch.dataset_state import PackedCursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.inbox import Answer, Listener
 from asyncloader.workers.ipc import wire
@@ -240,7 +240,7 @@ class Pipeline(Listener):
         result, trace = answer.result, self._statistics.trace
         self._statistics.note_transfer(answer.arrived - result.sent)
         if trace is not None:
-            trace.made(self._run, worker, self._pool.processes[worker], answer)
+            trace.made(self._run, worker, self._pool.processes[worker].place, answer)
         if self._at_nodes:
             self._statistics.came_from_node(worker, result.nbytes, result.busy)
         if result.slot == wire.ONEOFF:

@@ -26,7 +26,7 @@ from asyncloader.workers.fetch.assignment_client import AssignmentSource
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
-from asyncloader.workers.memory.ring_manager import KeptRings
+from asyncloader.workers.ipc.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 from asyncloader.workers.source import THREADS, LocalWorkers, WorkerSource
 
@@ -167,7 +167,7 @@ def _worker_source(config: EpochConfig) -> WorkerSource:
         )
     # Not at the top: only a loader with such workers needs these.
     if config.workers == THREADS:
-        from asyncloader.workers.threads.thread_source import ThreadWorkers
+        from asyncloader.workers.thread_source import ThreadWorkers
 
         return ThreadWorkers()
     from asyncloader.service.client.remote_workers import ServiceWorkers

@@ -9,13 +9,13 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from asyncloader.base.events import Poisoned, PositionedIndex, bare_index
+from asyncloader.base.events import Poisoned, PositionedIndex, SkippedSample, bare_index
 from asyncloader.epoch.reassignment import quarantined
 from asyncloader.errors import TaskQuarantined, TooManySkippedSamples
 from asyncloader.options.declaration import OnError
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.fetch.error_notes import index_text
-from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
+from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
 
 _log = logging.getLogger("asyncloader")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor
+from asyncloader.base.events import Cursor, PackedCursor
 from asyncloader.workers.fetch.setup import EpochStart, by_stream, for_worker
 
 

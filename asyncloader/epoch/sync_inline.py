@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from torch.autograd import profiler
 
 from asyncloader.base.bridge import Bridge, Call, join_all
+from asyncloader.base.events import SkippedSample
 from asyncloader.base.live_objects import LiveObjects
 from asyncloader.base.process_hooks import at_exit
 from asyncloader.epoch.consumer import NO_BATCH
@@ -36,10 +37,9 @@ from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.profiler_ranges import NVTX, in_range
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.context import UnexpectedCancellation, warn_of_exit
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.error_pickle import hide_our_frames
 from asyncloader.workers.fetch.worker_resource import close_idle
 from asyncloader.workers.shutdown import stop_all_pools
 

@@ -38,7 +38,7 @@ from asyncloader.options.declaration import LoaderSpec
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.telemetry.profiler_ranges import in_range
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.error_pickle import said_again
+from asyncloader.workers.fetch.error_pickle import said_again
 from asyncloader.workers.fetch.seeding import derive
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.pool import WorkerPool

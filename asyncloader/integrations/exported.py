@@ -8,9 +8,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from asyncloader.base.topology import topology
 from asyncloader.loaders.async_loader import AsyncDataLoader
 from asyncloader.loaders.loader import DataLoader
-from asyncloader.ranks.topology import topology
 from asyncloader.telemetry.metrics import Metric, MetricSample
 
 Loader: TypeAlias = "DataLoader[Any] | AsyncDataLoader[Any]"

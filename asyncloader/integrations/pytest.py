@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from asyncloader.commands.findings import Finding
+    from asyncloader.verification.findings import Finding
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def asyncloader_verify() -> Callable[..., list[Finding]]:
 
     def verified(target: str | Callable[[], Any], *, seed: int = 0, seconds: float = 60.0) -> list[Finding]:
         __tracebackhide__ = True
-        from asyncloader.commands.findings import as_lines, has_problem
+        from asyncloader.verification.findings import as_lines, has_problem
         from asyncloader.verification.verify import verify
 
         if not isinstance(target, str):

@@ -20,6 +20,12 @@ from asyncloader.epoch.plan import check_workers
 from asyncloader.epoch.thread_or_loop import BatchCosts
 from asyncloader.epoch.torch_iterator import TorchIterator
 from asyncloader.loaders.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loaders.single_steps import (
+    begin_at,
+    check_step,
+    loader_without_workers,
+    no_step,
+)
 from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
     OPTION_NAMES,
@@ -35,14 +41,8 @@ from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
 from asyncloader.state.progress import Progress
-from asyncloader.state.single_steps import (
-    begin_at,
-    check_step,
-    loader_without_workers,
-    no_step,
-)
 from asyncloader.workers.fetch.context import wait_until_left
-from asyncloader.workers.memory.ring_manager import KeptRings
+from asyncloader.workers.ipc.ring_manager import KeptRings
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -15,6 +15,12 @@ from asyncloader.base.bridge import Bridge
 from asyncloader.epoch.sync_inline import SyncInlineIterator
 from asyncloader.epoch.sync_iterator import WorkerIterator
 from asyncloader.loaders.loader_methods import LoaderMethods, LoaderState
+from asyncloader.loaders.single_steps import (
+    begin_at,
+    check_step,
+    loader_without_workers,
+    no_step,
+)
 from asyncloader.loaders.worker_trial import choose_workers
 from asyncloader.options.auto import AUTO
 from asyncloader.options.declaration import (
@@ -28,13 +34,7 @@ from asyncloader.options.declaration import (
 from asyncloader.options.unknown_dataset import ask_dataset
 from asyncloader.samplers.async_sampler import feedback_target
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.state.single_steps import (
-    begin_at,
-    check_step,
-    loader_without_workers,
-    no_step,
-)
-from asyncloader.workers.error_pickle import hide_our_frames
+from asyncloader.workers.fetch.error_pickle import hide_our_frames
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:

@@ -8,23 +8,23 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.base.live_objects import LiveObjects
 from asyncloader.delivery.loader_device import kept_rings_of
 from asyncloader.errors import LoaderClosed
-from asyncloader.live.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.loaders.explain import as_html, as_text, diagnose_run, explain
+from asyncloader.loaders.single_steps import without_steps
 from asyncloader.options.clone import made_from
 from asyncloader.options.declaration import B_co, LoaderOptions, LoaderSpec, OverridableProperty, T_co
 from asyncloader.state.checkpoint import StateKeeper
-from asyncloader.state.single_steps import without_steps
 from asyncloader.telemetry.counters import recording
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.pool import WorkerPool
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class LoaderState:
         self._view_lock = self.owner, threading.Lock()
 
     @contextmanager
-    def beginning(self) -> Iterator[None]:
+    def beginning(self) -> Generator[None]:
         """Within this an iterator is made. If that fails, the position is the one from before."""
         undo = self.keeper.mark()
         try:
@@ -294,7 +294,7 @@ class LoaderMethods(LoaderOptions[T_co, B_co]):
         return opened
 
     def _asyncloader_watched(self) -> Reading:
-        from asyncloader.live.reading import read
+        from asyncloader.loaders.reading import read
 
         state = self._asyncloader_state
         newest = state.iterator()

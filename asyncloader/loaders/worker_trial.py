@@ -24,7 +24,7 @@ from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.objects import Tuning
 from asyncloader.telemetry.run_figures import MOST_WAITING_WORKERS
 from asyncloader.workers.fetch.seeding import global_generators_kept
-from asyncloader.workers.memory.segment import memory_limit
+from asyncloader.workers.ipc.segment import memory_limit
 from asyncloader.workers.memory_limit import private_bytes
 
 if sys.platform != "win32":

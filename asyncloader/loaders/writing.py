@@ -275,7 +275,8 @@ class _IterableSource:
         self, encoder: ShardEncoder, cutter: ShardCutter, samples: AsyncIterator[Any]
     ) -> tuple[EncodedSamples, bool, Exception | None]:
         """Encode some samples, like `_take`."""
-        batch, sample, error = encoder.batch(), None, None
+        batch, error = encoder.batch(), None
+        sample: Any = None
         try:
             while (sample := self._first.pop() if self._first else await anext(samples, _END)) is not _END:
                 if not batch.add(sample) or cutter.is_due(batch):
@@ -288,7 +289,8 @@ class _IterableSource:
 
     def _take(self, encoder: ShardEncoder, cutter: ShardCutter) -> tuple[EncodedSamples, bool, Exception | None]:
         """Encode some samples; return them, whether they are the last, and the error of the iterable behind them."""
-        batch, sample, error = encoder.batch(), None, None
+        batch, error = encoder.batch(), None
+        sample: Any = None
         try:
             while (sample := self._first.pop() if self._first else self._next()) is not _END:
                 if not batch.add(sample) or cutter.is_due(batch) or self._stopped:

@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import BatchSampler
 
 from asyncloader.base.sizes import optional_size
+from asyncloader.base.topology import check_group
 from asyncloader.errors import NO_PROCESSES, NoEffectWarning, UnsupportedPlatform
 from asyncloader.options.auto import AUTO
-from asyncloader.ranks.topology import check_group
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import ON_UNEVEN
 from asyncloader.workers.fetch.dataset_kinds import (

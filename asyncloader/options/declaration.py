@@ -27,6 +27,7 @@ from torch.utils.data import _DatasetKind as DatasetKind
 from typing_extensions import TypeVar
 
 from asyncloader.base.bridge import run_in_thread
+from asyncloader.base.topology import RankGroupLike, topology
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto import AUTO, AutoWorkers, check_choice, first_number
 from asyncloader.options.checks import (
@@ -39,7 +40,6 @@ from asyncloader.options.checks import (
 )
 from asyncloader.options.objects import OPTION_OBJECTS, DeviceOptions, Recovery, Tuning, flattened, unknown_option
 from asyncloader.options.unknown_dataset import DEPENDING, AskedAttribute, Unknown, ask_dataset
-from asyncloader.ranks.topology import RankGroupLike, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource, as_async_source
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.distributed import OnUneven, rank_view
@@ -47,7 +47,7 @@ from asyncloader.samplers.generators import DRAWING
 from asyncloader.samplers.positions import LoaderDataset, Positions
 from asyncloader.samplers.seeded import SeededSampler, with_seeded_draws
 from asyncloader.service.client.remote_dataset import RemoteDataset, UnknownDataset, locate
-from asyncloader.service.definition import Defined
+from asyncloader.service.protocol.definition import Defined
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_async_stream
 
 OnError: TypeAlias = Literal["raise", "skip", "refill"] | Callable[[Any, Exception], Any]

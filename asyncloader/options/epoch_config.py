@@ -9,7 +9,7 @@ have attributes of their names.
 The most batches that a worker may have outstanding are `prefetch_factor` in torch. A worker that fetches samples
 concurrently gets enough to keep `concurrency` samples in flight (or its threads busy), plus one that is finished and
 waits, so that the slowest sample of a batch does not stall other batches' reads. A worker of a service gets two more,
-for tasks and batches that are on the way. `workers/memory/ring_manager.py` limits their memory.
+for tasks and batches that are on the way. `workers/ipc/ring_manager.py` limits their memory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import torch
 from torch.utils.data import _DatasetKind as DatasetKind
 
 from asyncloader.base.sizes import size
+from asyncloader.base.topology import Topology, process_group, topology
 from asyncloader.delivery.accelerator import DeviceLike
 from asyncloader.options.auto import AutoWorkers, makes_threads
 from asyncloader.options.checks import max_restarts
 from asyncloader.options.declaration import OPTION_NAMES, OUR_OPTION_NAMES, LoaderSpec, OnError
-from asyncloader.ranks.topology import Topology, process_group, topology
 from asyncloader.samplers.async_sampler import AsyncIndexSource, PositionSource
 from asyncloader.samplers.distributed import OnUneven, plain_sampler, replicas
 from asyncloader.service.client.remote_dataset import RemoteDataset

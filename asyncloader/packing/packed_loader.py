@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from asyncloader.base.topology import Topology, topology
 from asyncloader.errors import StateError
 from asyncloader.packing.collate import PackSequences
 from asyncloader.packing.windows import RowPosition, Window, WindowPacker
-from asyncloader.ranks.topology import Topology, topology
-from asyncloader.workers.error_pickle import hide_our_frames
+from asyncloader.workers.fetch.error_pickle import hide_our_frames
 
 B = TypeVar("B")
 

@@ -18,10 +18,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncloader.base.topology import Topology
 from asyncloader.errors import RanksDisagree
 from asyncloader.ranks.agreement import start_thread
 from asyncloader.ranks.process_group import RankGroup
-from asyncloader.ranks.topology import Topology
 
 _T = TypeVar("_T")
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from asyncloader.base.topology import Topology
 from asyncloader.errors import RanksDisagree
-from asyncloader.ranks.topology import Topology
 
 _TIMEOUT = timedelta(days=1)
 """Timeout of a reduction. It is long because a rank that is ahead waits while others validate or save, which is not a

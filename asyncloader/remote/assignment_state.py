@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
+from asyncloader.base.events import Cursor
 from asyncloader.errors import StateError
 from asyncloader.remote.assignment import AssignmentLog, Returned, ShardAssigner, StreamStart
 from asyncloader.remote.shard_splitting import Assignment, CatalogRange, EpochPlan, is_catalog_range, is_count
-from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.seeding import derive, draw_seed
 from asyncloader.workers.fetch.setup import EpochStart
 

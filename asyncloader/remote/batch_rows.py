@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from asyncloader.formats import Sample
 from asyncloader.formats.rows import Column, RowTable
-from asyncloader.workers.memory.collate import SampleColumns
+from asyncloader.workers.ipc.collate import SampleColumns
 
 
 class BatchRows(SampleColumns):

@@ -21,7 +21,7 @@ import json
 import logging
 import os
 from bisect import bisect_left, bisect_right
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, closing, contextmanager, suppress
 from functools import partial
 from operator import itemgetter
@@ -107,7 +107,7 @@ class Counted(NamedTuple):
 
 
 @contextmanager
-def warn_when_slow(text: str, total: int, done: Callable[[], int]) -> Iterator[None]:
+def warn_when_slow(text: str, total: int, done: Callable[[], int]) -> Generator[None]:
     """Log a warning if the body is still running after some seconds: `text`, with the total, the number done and the
     seconds.
     """

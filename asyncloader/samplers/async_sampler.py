@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 from torch.utils.data import BatchSampler, Sampler
 
 from asyncloader.base.events import PositionedIndex
-from asyncloader.ranks.topology import Topology
+from asyncloader.base.topology import Topology
 from asyncloader.samplers.distributed import Cutter, RankView, Share
 from asyncloader.samplers.index_stream import StateLog
 from asyncloader.samplers.positions import COUNTED, Positions, RestOfPositions

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from asyncloader.base.events import PositionedIndex
-from asyncloader.ranks.topology import Topology, topology
+from asyncloader.base.topology import Topology, topology
 from asyncloader.samplers.balance import Balance
 from asyncloader.samplers.generators import samplers_within
 from asyncloader.samplers.seeded import SeededSampler

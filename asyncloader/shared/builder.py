@@ -40,7 +40,7 @@ from asyncloader.shared.layout import (
 )
 from asyncloader.shared.segment import SegmentWriter
 from asyncloader.workers.fetch.error_notes import add_note
-from asyncloader.workers.memory.leaves import DTYPE_CODE, reduce_sparse
+from asyncloader.workers.ipc.leaves import DTYPE_CODE, reduce_sparse
 from asyncloader.workers.notebook_pickling import in_session
 
 _JOINED = 64  # str or bytes that are written at a time
@@ -223,7 +223,7 @@ def _reduce_array(value: Array) -> Any:
     flat = np.ascontiguousarray(value.T if order == "F" else value).reshape(-1).view(np.uint8)
     flat.flags.writeable = False  # it is read-only where it is read, too
     dtype = value.dtype if value.dtype != np.dtype(value.dtype.str) else value.dtype.str
-    return rebuild_array, (pickle.PickleBuffer(flat), dtype, value.shape, order)
+    return rebuild_array, (pickle.PickleBuffer(flat.data), dtype, value.shape, order)
 
 
 def _reduce_tensor(value: torch.Tensor) -> Any:
@@ -235,7 +235,7 @@ def _reduce_tensor(value: torch.Tensor) -> Any:
     if not dense or value.requires_grad or value.__dict__ or not value.numel():
         return value.__reduce_ex__(5)
     flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return rebuild_tensor, (pickle.PickleBuffer(flat), DTYPE_CODE[value.dtype], tuple(value.shape))
+    return rebuild_tensor, (pickle.PickleBuffer(flat.data), DTYPE_CODE[value.dtype], tuple(value.shape))
 
 
 def _is_large(value: Any, depth: int) -> bool:

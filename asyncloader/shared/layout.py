@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from asyncloader.shared.segment import SharedSegment, is_spawning
-from asyncloader.workers.memory.leaves import DTYPES
+from asyncloader.workers.ipc.leaves import DTYPES
 
 LARGE = 1024
 """Least entries of a list or dict inside another that becomes a node."""

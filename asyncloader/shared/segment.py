@@ -23,7 +23,7 @@ from multiprocessing import reduction
 from typing import Any
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.workers.memory import segment
+from asyncloader.workers.ipc import segment
 
 if sys.platform != "win32":
     import resource

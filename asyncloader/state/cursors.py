@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import BatchSampler, IterDataPipe, RandomSampler, SequentialSampler
 
+from asyncloader.base.events import Cursor
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.samplers.async_sampler import AsyncIndexSource
 from asyncloader.samplers.generators import draws_when_iterated, generator_text, own_generator, set_generators
 from asyncloader.samplers.index_stream import IndexStream, base_sampler, fresh_state
 from asyncloader.samplers.seeded import SeededSampler
 from asyncloader.workers.fetch.dataset_kinds import digest_of
-from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
+from asyncloader.workers.fetch.dataset_state import Bookmark
 from asyncloader.workers.fetch.seeding import draw_seed, global_generators_kept
 
 

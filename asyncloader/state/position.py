@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from asyncloader.workers.fetch.dataset_state import PackedCursor
+    from asyncloader.base.events import PackedCursor
 
 _START = attrgetter("start")
 

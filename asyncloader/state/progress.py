@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from asyncloader.base.events import Cursor, PackedCursor
 from asyncloader.errors import StateError
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.ranks.agreement import Agreement
@@ -20,7 +21,7 @@ from asyncloader.state import cursors as parts
 from asyncloader.state.epoch_counter import EpochClock, Tally
 from asyncloader.state.position import Position, done, ranges
 from asyncloader.state.schema import VERSION, explain_streams
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
+from asyncloader.workers.fetch.dataset_state import pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart, by_worker
 
 if TYPE_CHECKING:

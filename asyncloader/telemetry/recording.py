@@ -36,8 +36,6 @@ from asyncloader.telemetry.chrome import (
 if TYPE_CHECKING:
     from asyncloader.errors import WorkerDied
     from asyncloader.telemetry.statistics import Statistics
-    from asyncloader.workers.inbox import Answer
-    from asyncloader.workers.source import WorkerHandle
 
 MOST_RECORDS = 250_000
 """Records that are kept: a batch has five, so the newest 50,000 batches."""
@@ -82,19 +80,19 @@ class Recording:
         """Record that a task was given to a worker, from `began` until now. In the loop's thread."""
         self._append(AssignedRecord(began, perf_counter(), run, seq, worker))
 
-    def made(self, run: int, worker: int, process: WorkerHandle, answer: Answer) -> None:
+    def made(self, run: int, worker: int, place: str, answer: Any) -> None:
         """Record that a worker's batch has arrived. In the loop's thread.
 
         Args:
             run: number of the iterator.
             worker: its number.
-            process: it.
-            answer: has the batch.
+            place: its name in a report.
+            answer: has the batch: an `Answer` of the workers.
         """
         result = answer.result
         batch = result.sent, result.busy, result.samples, result.nbytes
         spans = answer.spans, result.epoch, len(answer.records)
-        source = Source(worker, process.place)
+        source = Source(worker, place)
         self._append(MadeRecord(answer.arrived, run, result.seq, source, *batch, *spans))
         self._span_bytes += len(answer.spans)
         while len(self._records) > MOST_RECORDS or (self._span_bytes > MOST_SPAN_BYTES and self._records):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from asyncloader.commands.findings import Finding
 from asyncloader.verification.causes import Draw
+from asyncloader.verification.findings import Finding
 from asyncloader.verification.runs import Batch
 from asyncloader.verification.user_code import CodeLine, UserFailure, short
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification.causes import Causes, search
 from asyncloader.verification.disturbances import Disturbance, LoaderFacts, disturbances
+from asyncloader.verification.findings import Finding
 from asyncloader.verification.runs import Batch, RunJob, RunResult, look, run
 from asyncloader.verification.server import Interpreter, ServerEnded
 from asyncloader.verification.user_code import UserFailure

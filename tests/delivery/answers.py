@@ -8,12 +8,11 @@ import torch
 
 from asyncloader.base.events import Deliver
 from asyncloader.workers.inbox import Answer
-from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.layout import PAGE
-from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc import segment, wire
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.layout import PAGE
+from asyncloader.workers.ipc.ring import Ring
+from asyncloader.workers.ipc.template import Template
 
 
 def new_ring(slots: int = 12, credits: int = 4, number: int = 0) -> Ring:

@@ -13,8 +13,8 @@ from torch.utils.data import default_collate
 
 from asyncloader import DataLoader
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.layout import PAGE
-from asyncloader.workers.memory.ring_manager import RingManager
+from asyncloader.workers.ipc.layout import PAGE
+from asyncloader.workers.ipc.ring_manager import RingManager
 from tests.delivery.fake import FakeMachine, installed
 from tests.delivery.test_loading_lifetime import some, unlocked
 from tests.helpers.comparing import assert_same

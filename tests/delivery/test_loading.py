@@ -12,7 +12,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from asyncloader import AsyncDataLoader, DataLoader, DeviceOptions
-from asyncloader.workers.memory import inline_collate
+from asyncloader.workers.ipc import inline_collate
 from tests.delivery.fake import FakeMachine, installed
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import AsyncNumbers, Augmented, Images, Numbers, Sized, UnevenStream

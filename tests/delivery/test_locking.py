@@ -19,10 +19,10 @@ from asyncloader.delivery.device_stage import RingLocker
 from asyncloader.delivery.opener import Opener
 from asyncloader.errors import PageLockError, RingMemoryError
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.memory import ring as ring_module
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.layout import PAGE
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.ipc import ring as ring_module
+from asyncloader.workers.ipc import segment
+from asyncloader.workers.ipc.layout import PAGE
+from asyncloader.workers.ipc.ring import Ring
 from tests.delivery.answers import deliver, new_ring
 from tests.delivery.fake import FakeMachine
 

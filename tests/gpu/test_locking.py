@@ -14,8 +14,8 @@ from asyncloader.delivery.cuda import Driver, open_driver
 from asyncloader.delivery.opener import Opener
 from asyncloader.errors import PageLockError
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.layout import PAGE
+from asyncloader.workers.ipc import segment
+from asyncloader.workers.ipc.layout import PAGE
 from tests.delivery.answers import batch_of, deliver, new_ring
 from tests.gpu.card import NEEDS_CARD
 

@@ -14,7 +14,7 @@ from asyncloader.delivery.cuda import CudaAccelerator
 from asyncloader.delivery.opener import Opener
 from asyncloader.delivery.transfer import DeviceTransfer
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.ipc.ring import Ring
 from tests.delivery.answers import deliver
 from tests.gpu.card import NEEDS_CARD, settled
 from tests.helpers.datasets import Numbers

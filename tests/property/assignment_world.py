@@ -25,6 +25,7 @@ from asyncloader.base.events import (
     Fail,
     Finish,
     Replace,
+    SkippedSample,
 )
 from asyncloader.epoch.resume_points import ResumePoints
 from asyncloader.epoch.scheduler import Scheduler
@@ -39,7 +40,7 @@ from asyncloader.state.schema import check_state
 from asyncloader.workers.fetch.assignment_client import WorkerAssignments
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.message_codec import PICKLE

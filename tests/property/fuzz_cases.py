@@ -17,7 +17,7 @@ import torch
 from torch.storage import _new_dtypes
 from torch.utils.data import Dataset, default_collate, default_convert
 
-from asyncloader.workers.memory.leaves import DTYPES
+from asyncloader.workers.ipc.leaves import DTYPES
 
 SAMPLES = 5  # of a case, at most
 BASE = torch.arange(40_000, dtype=torch.float32).view(200, 200)

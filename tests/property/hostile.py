@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from asyncloader.workers.memory.ring import make_anchor
+from asyncloader.workers.ipc.ring import make_anchor
 
 T = TypeVar("T")
 

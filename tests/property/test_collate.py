@@ -14,12 +14,12 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.workers.fetch.setup import install_worker_info
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.collate import Collator
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.collate import Collator
 from tests.drawn import scaled
 from tests.helpers.comparing import assert_same
 from tests.property.samples import batches, single_leaves
-from tests.unit.workers.memory.through_memory import view
+from tests.unit.workers.ipc.through_memory import view
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.seeding import sample_rng
 from tests.drawn import scaled
 from tests.unit.workers.fetch.raising import SEEDED, fetch, places, reader

@@ -21,8 +21,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.ring import Ring, oneoff_anchor
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.ring import Ring, oneoff_anchor
+from asyncloader.workers.ipc.template import Template
 from tests.property.hostile import NBYTES, WALLED, outcome, template_of, wild
 
 # ------------------------------------------------------------------------------------------------- frames

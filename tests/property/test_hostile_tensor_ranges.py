@@ -16,10 +16,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Storage, Strided, extent
-from asyncloader.workers.memory.ring import make_anchor
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Storage, Strided, extent
+from asyncloader.workers.ipc.ring import make_anchor
+from asyncloader.workers.ipc.template import Template
 from tests.property.hostile import INSIDE, NBYTES, WALLED, outcome, template_of, wild
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asyncloader.workers.memory.layout import PAGE, align, fit_slot_bytes, grown_slot_bytes
+from asyncloader.workers.ipc.layout import PAGE, align, fit_slot_bytes, grown_slot_bytes
 
 sizes = st.integers(0, 1 << 45)
 

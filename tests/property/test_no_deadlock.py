@@ -21,13 +21,12 @@ from asyncloader.delivery.opener import Opener
 from asyncloader.epoch.scheduler import Scheduler
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.inbox import Answer
-from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.layout import FIRST_SLOT_BYTES, PAGE, slot_count
-from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RingManager
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc import segment, wire
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.layout import FIRST_SLOT_BYTES, PAGE, slot_count
+from asyncloader.workers.ipc.ring import Ring
+from asyncloader.workers.ipc.ring_manager import RingManager
+from asyncloader.workers.ipc.template import Template
 from tests.drawn import scaled
 
 SMALL, LARGE, HUGE = 40, FIRST_SLOT_BYTES // 8 + 100, FIRST_SLOT_BYTES // 8 * 3  # in int64, of the stamp

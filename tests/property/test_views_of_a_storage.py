@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncloader.workers.memory.codec import Encoder
+from asyncloader.workers.ipc.codec import Encoder
 from tests.drawn import scaled
 from tests.helpers.comparing import assert_same
-from tests.unit.workers.memory.through_memory import copied, view
+from tests.unit.workers.ipc.through_memory import copied, view
 
 BASE = torch.arange(1 << 16, dtype=torch.int32)
 STEPS = st.sampled_from([0, 1, 1, 2, 3, 7, 64, 1000, 4096, 16384])

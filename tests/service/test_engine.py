@@ -21,9 +21,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from asyncloader import DataLoader, Service
-from asyncloader.service.definition import PickledDefinition
-from asyncloader.service.placement import agent
-from asyncloader.service.placement.agent import AgentNode
+from asyncloader.service.node import agent
+from asyncloader.service.node.agent import AgentNode
+from asyncloader.service.protocol.definition import PickledDefinition
 from tests import script_server
 from tests.helpers.comparing import assert_same
 from tests.service import definitions

@@ -14,9 +14,9 @@ import pytest
 from asyncloader import ServiceUnavailable
 from asyncloader.integrations.ray import workers as ray_workers
 from asyncloader.integrations.ray.workers import RayWorkers
-from asyncloader.service.definition import PickledDefinition
-from asyncloader.service.placement import agent as agents
-from asyncloader.service.placement.agent import AgentNode
+from asyncloader.service.node import agent as agents
+from asyncloader.service.node.agent import AgentNode
+from asyncloader.service.protocol.definition import PickledDefinition
 
 DATASET = PickledDefinition(b"dataset")
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WATCHED = ["asyncloader.service", "asyncloader.workers.memory", "asyncloader.workers.ipc"]
+WATCHED = ["asyncloader.service", "asyncloader.workers.ipc", "asyncloader.workers.ipc"]
 
 
 def main(arguments: list[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from asyncloader.base.events import Action
 from asyncloader.epoch.reorder import ReorderBuffer
 from asyncloader.epoch.scheduler import Scheduler
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.ipc.ring import Ring
 from asyncloader.workers.watchdog import TaskWatchdog
 
 

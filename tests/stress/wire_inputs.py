@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from asyncloader.base.events import PositionedIndex
+from asyncloader.base.events import Cursor, PositionedIndex, SkippedSample
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.frames import pack_header
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello, Proof, pack_opening
@@ -19,8 +19,7 @@ from asyncloader.service.protocol.msgpack_codec import MSGPACK, BatchEncoder
 from asyncloader.service.protocol.msgpack_values import pack
 from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.service.protocol.shard_plan import Catalog, PlanRequest
-from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.sample_errors import ErrorPolicy, SkippedSample
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.ipc import wire
 from tests.service import definitions

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+from asyncloader.base.events import Cursor, PackedCursor
 
 
 @runtime_checkable
@@ -35,63 +37,6 @@ class Stateful(Protocol):
 def is_stateful(thing: Any) -> bool:
     """Whether the object is `Stateful`; cheaper than `isinstance`."""
     return callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-
-
-class Cursor(NamedTuple):
-    """The state of one worker's copy of a dataset after some batches.
-
-    Attributes:
-        batches: batches that this worker has answered in the epoch: made, or raised the error of.
-        samples: samples read from its stream.
-        ended: the stream is exhausted.
-        dataset: the dataset's state; None for a dataset without a state.
-        iterator: its iterator's state; None without a state, or if the iterator is the dataset itself.
-        problem: why the state could not be saved; empty if it could.
-        itself: whether the dataset is its own iterator. "": it is not. "within": it is, and `dataset` was taken after
-            ``iter(dataset)``, and is restored after it. "before": it is, and the state is that of another epoch's end.
-            After it is restored, ``iter(dataset)`` is called once more, which begins the epoch. "ended": it is not, and
-            its iterator's state is that of another epoch's end. It is restored, because persistent workers would have
-            had it: effects on the process, such as a generator that is set, hold for the next epoch. Then
-            ``iter(dataset)`` is called once more.
-    """
-
-    batches: int
-    samples: int
-    ended: bool
-    dataset: Any
-    iterator: Any
-    problem: str = ""
-    itself: str = ""
-
-    def epoch_later(self) -> Cursor | None:
-        """Return the next epoch's first cursor, for a cursor at an epoch's end; None without a state."""
-        if self.problem or (self.dataset is None and self.iterator is None):
-            return None
-        if self.iterator is not None:
-            return Cursor(0, 0, False, self.dataset, self.iterator, itself="ended")
-        return Cursor(0, 0, False, self.dataset, None, itself="before" if self.itself else "")
-
-
-class PackedCursor(NamedTuple):
-    """A cursor in the bytes that its codec made of it. Only the codec knows them; `value` gives the cursor.
-
-    A cursor comes with each batch, and most are replaced by the next batch's before a state is saved. Unpacking takes
-    microseconds for a state of one number, and milliseconds for a state that holds the order of its epoch. The training
-    process unpacks a cursor only for a state. The bytes are also a snapshot: changes that the dataset makes to its
-    state, or the user to a saved one, do not reach them.
-
-    Attributes:
-        data: the packed cursor.
-        unpack: reads `data`; its fields in the order of `Cursor`.
-    """
-
-    data: bytes
-    unpack: Callable[[bytes], Any] = pickle.loads
-
-    @property
-    def value(self) -> Cursor:
-        """The cursor: a new copy each time, because a dataset that is restored may keep its state and change it."""
-        return Cursor(*self.unpack(self.data))
 
 
 CursorPacker: TypeAlias = Callable[[Cursor], PackedCursor]

@@ -26,14 +26,14 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_batches
 from asyncloader.workers.fetch.error_notes import add_note, describe_batch, shard_and_key
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.seeding import BatchPosition
-from asyncloader.workers.memory.collate import SampleColumns
+from asyncloader.workers.ipc.collate import SampleColumns
 
 
 class AsyncMapFetcher(MapFetcher):

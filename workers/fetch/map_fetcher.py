@@ -29,6 +29,7 @@ from itertools import count, pairwise, repeat
 from time import perf_counter
 from typing import Any
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.errors import is_about_sample
 from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import not_the_end
@@ -42,7 +43,7 @@ from asyncloader.workers.fetch.error_notes import (
     note_shard,
 )
 from asyncloader.workers.fetch.sample import Decoder, SampleMaker, SampleRequest, run_blocking
-from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples
 from asyncloader.workers.fetch.seeding import BatchPosition
 from asyncloader.workers.fetch.threads import Failure, JobThreads, run_each
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch.utils.data._utils import collate as torch_collate
 
+from asyncloader.base.events import PackedCursor, SkippedSample
 from asyncloader.errors import StateError, interrupts, is_about_sample, is_tried_again
 from asyncloader.telemetry.counters import Recorder, Stage, TimedCollate
 from asyncloader.telemetry.slow_samples import SlowSamples
@@ -27,12 +28,12 @@ from asyncloader.workers.fetch.assignment_client import AssignmentProvider
 from asyncloader.workers.fetch.context import DatasetContext
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.dataset_kinds import assigns_shards, is_concurrent
-from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, PackedCursor, pickle_cursor
+from asyncloader.workers.fetch.dataset_state import Bookmark, CursorPacker, pickle_cursor
 from asyncloader.workers.fetch.map_async import AsyncMapFetcher
 from asyncloader.workers.fetch.map_fetcher import MapFetcher, ThreadMapFetcher
 from asyncloader.workers.fetch.reader_end import ReaderEnd
 from asyncloader.workers.fetch.sample import Decoder, SampleMaker
-from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler, SkippedSample
+from asyncloader.workers.fetch.sample_errors import NoSamples, SampleErrorHandler
 from asyncloader.workers.fetch.seeding import EpochSeeding, GlobalDrawCheck, SampleSeeder, global_generators_kept
 from asyncloader.workers.fetch.setup import EpochStart, WorkerSetup, stream_in_words
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher, WorkerStreamFetcher

@@ -23,12 +23,13 @@ from contextvars import Context, copy_context
 from time import perf_counter
 from typing import Any, NamedTuple, TypeVar
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.errors import is_about_sample
 from asyncloader.telemetry.slow_samples import SlowSamples
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import fetches_samples, is_awaited
 from asyncloader.workers.fetch.error_notes import add_note, describe_sample, note_shard, note_stream_sample
-from asyncloader.workers.fetch.sample_errors import SampleErrorHandler, SkippedSample
+from asyncloader.workers.fetch.sample_errors import SampleErrorHandler
 from asyncloader.workers.fetch.seeding import BatchPosition, EpochSeeding
 from asyncloader.workers.fetch.threads import JobThreads
 

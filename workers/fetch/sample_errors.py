@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.errors import is_about_sample
 from asyncloader.workers.fetch.dataset_kinds import is_awaited
 from asyncloader.workers.fetch.seeding import derive
@@ -35,33 +36,6 @@ class MissingSample(NamedTuple):
     """
 
     error: Any
-
-
-class SkippedSample(NamedTuple):
-    """A sample that raised, and how that was handled.
-
-    Attributes:
-        index: as the sampler gave it; for a sample of an iterable dataset None, or of a shard which one it is, in words
-            (``"'000013' of 's3://bucket/train-7.tar'"``).
-        position: in seeded mode, its position in the epoch's order; for an iterable dataset, its number in the worker's
-            stream (both from 0); else None.
-        worker: number of the worker, or of the stream of a dataset with `loader_streams`; 0 without workers.
-        pid: process id of the worker.
-        error: type and text of the exception, as in ``"ValueError: bad jpeg"``; at most 1000 characters.
-        traceback: the exception's, as text; the last 16000 characters at most.
-        action: "skipped" (dropped from its batch), "refilled" (another index took its place) or "replaced" (by the
-            value of the `on_error` function). A substitute that raises has a record of its own, which says "skipped".
-        substitute: the index that took its place when it was refilled, else None.
-    """
-
-    index: Any
-    position: int | None
-    worker: int
-    pid: int
-    error: str
-    traceback: str
-    action: str
-    substitute: Any
 
 
 def dropped_count(records: Sequence[SkippedSample]) -> int:

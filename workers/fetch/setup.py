@@ -16,7 +16,7 @@ from torch.utils.data import IterDataPipe
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data.graph_settings import apply_random_seed
 
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.base.events import Cursor
 from asyncloader.workers.fetch.error_notes import add_note
 from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 

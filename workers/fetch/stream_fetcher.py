@@ -30,13 +30,14 @@ from itertools import pairwise, repeat
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.base.shielding import retrieve_error
 from asyncloader.errors import is_about_sample, is_tried_again, left_a_generator
 from asyncloader.telemetry.slow_samples import CHEAP_S
 from asyncloader.workers.fetch.data_end import EndOfData, StreamErrors, not_the_end, over_after
 from asyncloader.workers.fetch.error_notes import note_stream_collation, note_stream_sample, shard_and_key
 from asyncloader.workers.fetch.sample import SampleMaker, SampleRequest, run_blocking
-from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import DROPPED, NoSamples
 from asyncloader.workers.fetch.threads import Failure, run_each
 
 _OVER: Any = object()

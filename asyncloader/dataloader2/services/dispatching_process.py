@@ -30,7 +30,7 @@ from asyncloader.dataloader2.utils.worker import Change, WorkerInfo, reset_graph
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import WorkerDied, ending
 from asyncloader.workers.default_signals import handlers_deferred, set_worker_signals
-from asyncloader.workers.error_pickle import caught
+from asyncloader.workers.fetch.error_pickle import caught
 from asyncloader.workers.ipc.lifeline import Lifeline, hold
 from asyncloader.workers.notebook_pickling import found_in_main
 from asyncloader.workers.process import start

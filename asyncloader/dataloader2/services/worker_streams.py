@@ -31,9 +31,9 @@ from asyncloader.dataloader2.utils.worker import Change, InitFn, ResetFn, Worker
 from asyncloader.delivery.opener import raise_worker_error
 from asyncloader.errors import StateError, TaskQuarantined, WorkerDied
 from asyncloader.loaders.loader import DataLoader
-from asyncloader.workers.error_pickle import caught
 from asyncloader.workers.fetch.data_end import not_the_end
 from asyncloader.workers.fetch.dataset_kinds import MessagedDataset
+from asyncloader.workers.fetch.error_pickle import caught
 
 
 class Chunk(NamedTuple):

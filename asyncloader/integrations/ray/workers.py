@@ -22,9 +22,9 @@ from importlib import import_module
 from typing import Any, Literal, Self
 
 from asyncloader.errors import ServiceUnavailable
-from asyncloader.service.definition import PickledDefinition
-from asyncloader.service.placement.agent import AgentNode
+from asyncloader.service.node.agent import AgentNode
 from asyncloader.service.protocol.address import Service
+from asyncloader.service.protocol.definition import PickledDefinition
 
 _log = logging.getLogger("asyncloader")
 _FIRST_S = 300.0

@@ -22,10 +22,10 @@ from asyncloader.base.live_objects import LiveObjects
 from asyncloader.base.peer_text import line_of
 from asyncloader.base.process_hooks import in_forked_child
 from asyncloader.errors import ServiceUnavailable
-from asyncloader.service.definition import Defined
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.address import Service
 from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.definition import Defined
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,

@@ -23,10 +23,9 @@ from asyncloader.errors import RingMemoryError
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, flush_later, shut_down
 from asyncloader.service.protocol.frames import Header
-from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc import segment, wire
 from asyncloader.workers.ipc.channel import Channel
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.ring import WorkerRing
+from asyncloader.workers.ipc.ring import WorkerRing
 
 _SILENT_S = 3.0  # for the node's report of a death: longer than the node waits for a process that may be dying
 _CHECK_S = 0.65  # between two checks of a node with tasks

@@ -19,7 +19,13 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, default_
 
 from asyncloader.base.bridge import in_thread
 from asyncloader.samplers.positions import PlacedSamples, ShardStream
-from asyncloader.service.definition import FUNCTIONS, Defined, PickledDefinition, check_extra, pickle_definition
+from asyncloader.service.protocol.definition import (
+    FUNCTIONS,
+    Defined,
+    PickledDefinition,
+    check_extra,
+    pickle_definition,
+)
 from asyncloader.workers.source import THREADS
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from asyncloader.service.protocol.records import DeathReport, read_record
 from asyncloader.telemetry.counters import Recorder
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc.channel import Channel, Watched
-from asyncloader.workers.memory.ring_manager import RingManager
+from asyncloader.workers.ipc.ring_manager import RingManager
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import WorkerHandle
 from asyncloader.workers.stacks import Report

@@ -12,7 +12,7 @@ from asyncloader.base.peer_text import line_of
 from asyncloader.service.protocol.handshake import PROTOCOL, Hello
 
 if TYPE_CHECKING:
-    from asyncloader.service.definition import Definition
+    from asyncloader.service.protocol.definition import Definition
 
 
 class Refused(Exception):

@@ -16,11 +16,11 @@ from typing import Any
 
 from asyncloader.base.cpus import usable_cpus
 from asyncloader.base.socket_folder import MOST_PATH
-from asyncloader.service.definition import load_definition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.metrics_endpoint import MetricsEndpoint
 from asyncloader.service.node.node_log import set_up_log
 from asyncloader.service.node.server import DRAIN_S, Node
+from asyncloader.service.protocol.definition import load_definition
 from asyncloader.service.protocol.sockets import read_address, server_tls
 from asyncloader.workers.worker import serve_async
 

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.errors import StateError
-from asyncloader.service.definition import Defined, Made
+from asyncloader.service.protocol.definition import Defined, Made
 from asyncloader.service.protocol.handshake import Opening
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.base.peer_text import line_of
-from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Refused, Served, as_text, dataset_key, find_served, tls_refusal
 from asyncloader.service.node.async_io import message_of, secure, send_whole, wait_for
 from asyncloader.service.node.sessions import MemoryQuota, check_files
@@ -29,6 +28,7 @@ from asyncloader.service.node.worker_host import HostSetup
 from asyncloader.service.node.worker_processes import HostProcesses, WorkerConnection
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
+from asyncloader.service.protocol.definition import PickledDefinition
 from asyncloader.service.protocol.handshake import (
     Challenge,
     Hello,
@@ -45,7 +45,7 @@ from asyncloader.service.protocol.handshake import (
 from asyncloader.service.protocol.records import DatasetInfo, pack_record, read_record
 from asyncloader.service.protocol.shard_plan import PlanRequest, read_request
 from asyncloader.service.protocol.sockets import bind, check_peer
-from asyncloader.workers.memory.segment import memory_limit
+from asyncloader.workers.ipc.segment import memory_limit
 
 _log = logging.getLogger("asyncloader")
 

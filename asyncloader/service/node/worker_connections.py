@@ -28,9 +28,9 @@ from asyncloader.service.protocol.connection import Link, Message, flush_later
 from asyncloader.service.protocol.records import DeathReport, pack_record
 from asyncloader.workers.ipc import wire
 from asyncloader.workers.ipc.channel import Channel
-from asyncloader.workers.memory.layout import slot_count
-from asyncloader.workers.memory.ring import oneoff_anchor
-from asyncloader.workers.memory.ring_manager import RingManager
+from asyncloader.workers.ipc.layout import slot_count
+from asyncloader.workers.ipc.ring import oneoff_anchor
+from asyncloader.workers.ipc.ring_manager import RingManager
 
 _log = logging.getLogger("asyncloader")
 

@@ -24,7 +24,6 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.base.peer_text import line_of
-from asyncloader.service.definition import Defined, Made, PickledDefinition, load_definition
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
     ConnectionLoop,
@@ -33,6 +32,7 @@ from asyncloader.service.node.hosted_connection import (
     HostedConnection,
     dataset_info_of,
 )
+from asyncloader.service.protocol.definition import Defined, Made, PickledDefinition, load_definition
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo, pack_record
 from asyncloader.service.protocol.shard_plan import Plan, PlanRequest, make_plan

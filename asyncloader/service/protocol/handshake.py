@@ -30,7 +30,7 @@ from asyncloader.workers.fetch.sample_errors import ErrorPolicy
 from asyncloader.workers.fetch.setup import SeededSetup, WorkerSetup
 
 if TYPE_CHECKING:
-    from asyncloader.service.definition import Defined
+    from asyncloader.service.protocol.definition import Defined
 
 PROTOCOL = 6
 MOST_WORKERS = 1 << 16

@@ -28,20 +28,21 @@ from msgspec import Meta
 from torch._utils import ExceptionWrapper
 
 from asyncloader import errors
+from asyncloader.base.events import Cursor, PackedCursor, SkippedSample
 from asyncloader.base.peer_text import block_of, line_of
 from asyncloader.errors import LoaderError
 from asyncloader.service.protocol.msgpack_values import LEAF, Unsendable, pack, why_unsendable
 from asyncloader.service.protocol.records import Name, pack_record, read_record
 from asyncloader.service.protocol.unpacking import WireLeaf, build, check, decode, unpack
 from asyncloader.transports import errors as transport_errors
-from asyncloader.workers.error_pickle import UnknownType, describe
-from asyncloader.workers.fetch.dataset_state import Cursor, CursorPacker, PackedCursor
+from asyncloader.workers.fetch.dataset_state import CursorPacker
 from asyncloader.workers.fetch.error_notes import take_notes
-from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS, SkippedSample
+from asyncloader.workers.fetch.error_pickle import UnknownType, describe
+from asyncloader.workers.fetch.sample_errors import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
-from asyncloader.workers.memory.template import Memory, Template
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.leaves import DTYPES, LEAF_SPECS, Dense, LeafSpec, Raw, Strided
+from asyncloader.workers.ipc.template import Memory, Template
 
 assert sys.byteorder == "little", "a service sends numbers as little-endian machines have them in memory"
 

@@ -24,12 +24,10 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from asyncloader.base.events import PositionedIndex
+from asyncloader.base.events import Cursor, PositionedIndex, SkippedSample
 from asyncloader.service.protocol.batch_types import is_named_tuple, name_of, why_unrestorable
-from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
-from asyncloader.workers.memory.leaves import DTYPES
+from asyncloader.workers.ipc.leaves import DTYPES
 
 
 class Kind:

@@ -40,7 +40,7 @@ from asyncloader.service.protocol.msgpack_values import (
     decoder,
     too_many_arrays,
 )
-from asyncloader.workers.memory.leaves import DTYPES
+from asyncloader.workers.ipc.leaves import DTYPES
 
 _WINDOWS = {name_of(Window): Window}  # which `PackedLoader` checks before it packs them
 _LIST, _TUPLE = Kind.LIST, Kind.TUPLE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncloader.commands.findings import Finding
+from asyncloader.verification.findings import Finding
 from asyncloader.verification.server import Interpreter
 from asyncloader.verification.verify import Verification
 from tests.clients.frameworks import verified_loaders

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from asyncloader.__main__ import main
-from asyncloader.commands.findings import Finding
+from asyncloader.verification.findings import Finding
 from tests.helpers.running import PATIENCE_S
 
 Document = Callable[..., tuple[int, dict[str, Any]]]

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from asyncloader.__main__ import main
-from asyncloader.commands.findings import Finding
 from asyncloader.commands.terminal import print_finding
+from asyncloader.verification.findings import Finding
 
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 NAMES = ("[red]x[bold].jsonl", "\x1b[2Ja.jsonl", "\nok  damage.jsonl", "\x1b]0;title\x07.jsonl", "数据" * 30 + ".jsonl")

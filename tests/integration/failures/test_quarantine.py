@@ -144,7 +144,7 @@ import os, sys
 from pathlib import Path
 import torch
 from asyncloader import DataLoader, TaskQuarantined
-from asyncloader.workers.memory.segment import memory_groups
+from asyncloader.workers.ipc.segment import memory_groups
 
 try:
     group = memory_groups(os.getpid())[0] / f"asyncloader-{os.getpid()}"

@@ -25,7 +25,7 @@ from asyncloader.state.progress import Progress
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
-from asyncloader.workers.memory.ring import Ring, oneoff_anchor
+from asyncloader.workers.ipc.ring import Ring, oneoff_anchor
 from tests.helpers.interrupting import Interruption
 
 BATCHES = 600

@@ -16,7 +16,8 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.shared.share import SharedDict, SharedList, share
+from asyncloader.shared.layout import SharedDict, SharedList
+from asyncloader.shared.share import share
 from asyncloader.workers.setup_payload import Payload
 from tests.helpers.running import run_loader
 from tests.pairwise import quickly

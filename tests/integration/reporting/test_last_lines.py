@@ -286,9 +286,7 @@ OF_SHARDS = {
     ),
     "a range without an end": Mistake(
         'for _ in DataLoader(RemoteIterableDataset("x-{000..}.tar")): pass',
-        "ValueError: '{000..}' in 'x-{000..}.tar' is no range such as {000..127} or {a..e}; write \\{ for the "
-        "character "
-        "itself",
+        "ValueError: '{000..}' in 'x-{000..}.tar' is no range of numbers such as {000..127}",
         50,
     ),
     "a shard that the server has not": Mistake(

@@ -21,10 +21,10 @@ from asyncloader.telemetry.counters import Recorder
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.inbox import Answer
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.layout import PAGE
-from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.layout import PAGE
+from asyncloader.workers.ipc.ring import Ring
+from asyncloader.workers.ipc.template import Template
 from tests.helpers.comparing import assert_same
 from tests.helpers.datasets import identity
 from tests.helpers.frameworks import epoch

@@ -10,7 +10,7 @@ from typing import Any, Self
 import pytest
 from torch.utils.data import Dataset, IterableDataset
 
-from asyncloader.workers.error_pickle import describe
+from asyncloader.workers.fetch.error_pickle import describe
 from tests.drawn import scaled
 from tests.helpers.running import BOTH, outcomes
 

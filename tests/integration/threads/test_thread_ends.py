@@ -17,7 +17,7 @@ import torch
 
 from asyncloader import DataLoader, Recovery
 from asyncloader.errors import NoEffectWarning, WorkerDied
-from asyncloader.workers.threads.link import Bell
+from asyncloader.workers.link import Bell
 from tests.helpers.datasets import Numbers
 from tests.helpers.running import PATIENCE_S, run_script
 from tests.helpers.sealed import THREADED, Sealed, epoch

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from asyncloader import DataLoader
-from asyncloader.workers.memory import inline_collate
+from asyncloader.workers.ipc import inline_collate
 from tests.helpers.running import PATIENCE_S
 
 BATCHES, BATCH_SIZE = 16, 3

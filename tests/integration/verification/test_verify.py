@@ -20,10 +20,10 @@ import pytest
 
 import asyncloader
 from asyncloader.__main__ import main
-from asyncloader.commands.findings import Finding
 from asyncloader.verification import verdict
 from asyncloader.verification import verify as verify_module
 from asyncloader.verification.disturbances import LoaderFacts, disturbances
+from asyncloader.verification.findings import Finding
 from asyncloader.verification.runs import CannotVerify, RunJob, _kill_worker, import_target, make_loader, run
 from asyncloader.verification.server import Interpreter
 from asyncloader.verification.user_code import UserFailure

@@ -12,7 +12,7 @@ from asyncloader.delivery.opener import _MOST_ONEOFFS, Opener, raise_worker_erro
 from asyncloader.errors import RingMemoryError
 from asyncloader.telemetry.statistics import Statistics
 from asyncloader.workers.inbox import Answer
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.ipc.ring import Ring
 from tests.delivery import answers
 
 

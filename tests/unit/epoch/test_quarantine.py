@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from asyncloader.base.events import Poisoned, PositionedIndex, Task
+from asyncloader.base.events import Poisoned, PositionedIndex, SkippedSample, Task
 from asyncloader.epoch.quarantine import settle
 from asyncloader.errors import TaskQuarantined, WorkerDied
 from asyncloader.options.declaration import OnError
-from asyncloader.workers.fetch.sample_errors import SkippedSample, dropped_count
+from asyncloader.workers.fetch.sample_errors import dropped_count
 
 
 def poisoned(index: Any, trace: str = "") -> Poisoned:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncloader.base.events import Cursor, PackedCursor
 from asyncloader.epoch.resume_points import ResumePoints
-from asyncloader.workers.fetch.dataset_state import Cursor, PackedCursor, pickle_cursor
+from asyncloader.workers.fetch.dataset_state import pickle_cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
 BEGIN = EpochStart(shared_seed=9, epoch=4, epoch_set=True)

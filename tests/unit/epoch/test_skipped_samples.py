@@ -4,10 +4,10 @@ import pickle
 
 import pytest
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.epoch.quarantine import SkippedSampleLog
 from asyncloader.errors import TooManySkippedSamples
 from asyncloader.telemetry.statistics import Statistics
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 
 
 def bad(*indices: int) -> list[SkippedSample]:

@@ -17,8 +17,8 @@ from asyncloader import (
     StatefulDataLoader,
     Tuning,
 )
+from asyncloader.base.topology import Topology
 from asyncloader.options.epoch_config import EpochConfig
-from asyncloader.ranks.topology import Topology
 from tests.helpers.datasets import AsyncNumbers, CountedStream, Numbers
 
 

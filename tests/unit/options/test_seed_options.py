@@ -20,11 +20,11 @@ from torch.utils.data import (
 )
 
 from asyncloader import DataLoader, SeededSampler
+from asyncloader.base.topology import Topology, topology
 from asyncloader.options.checks import checks_of
 from asyncloader.options.declaration import DEFAULTS, FLAT_DEFAULTS
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.objects import flattened
-from asyncloader.ranks.topology import Topology, topology
 from asyncloader.samplers.distributed import Share, rank_view
 from asyncloader.state.cursors import expectations
 

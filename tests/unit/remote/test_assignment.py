@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader.base.events import Cursor
 from asyncloader.errors import StateError
 from asyncloader.remote.assignment import (
     AssignmentLog,
@@ -17,7 +18,6 @@ from asyncloader.remote.assignment import (
 )
 from asyncloader.remote.assignment_state import EpochAssignment, saved_key
 from asyncloader.remote.shard_splitting import Assignment, CatalogRange, EpochPlan, EpochShares
-from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.setup import EpochStart
 
 PLAN: list[Assignment] = [(CatalogRange(shard),) for shard in range(4)]

@@ -23,12 +23,12 @@ from asyncloader.formats import LocatedSamples
 from asyncloader.formats.parquet import footer_size, parse_footer
 from asyncloader.formats.rows import MATRIX, Rows
 from asyncloader.remote.batch_rows import BatchRows
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.collate import Collator
-from asyncloader.workers.memory.inline_collate import inline_collate
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.collate import Collator
+from asyncloader.workers.ipc.inline_collate import inline_collate
 from tests.helpers.comparing import assert_same
 from tests.unit.formats.test_parquet import read_rows
-from tests.unit.workers.memory.through_memory import copied
+from tests.unit.workers.ipc.through_memory import copied
 
 SIZE = 12
 COLLATIONS: dict[str, Callable[[Any], Any]] = {

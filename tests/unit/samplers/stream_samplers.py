@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from asyncloader.ranks.topology import Topology
+from asyncloader.base.topology import Topology
 from asyncloader.samplers.distributed import RankView, Share
 from asyncloader.samplers.generators import find_drawn, generator_states
 from asyncloader.samplers.index_stream import IndexStream

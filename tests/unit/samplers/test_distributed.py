@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncloader.base.events import PositionedIndex
-from asyncloader.ranks.topology import Topology
+from asyncloader.base.topology import Topology
 from asyncloader.samplers.distributed import BATCH_STRIDE, OnUneven, RankView, Share, Tail, tail_of
 from asyncloader.samplers.seeded import SeededSampler
 

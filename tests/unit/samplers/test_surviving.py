@@ -22,8 +22,8 @@ from asyncloader import (
     StatefulRandomSampler,
     TokenBudgetBatchSampler,
 )
+from asyncloader.base.topology import Topology
 from asyncloader.integrations.ray import BlockSampler
-from asyncloader.ranks.topology import Topology
 from asyncloader.samplers import surviving
 from asyncloader.samplers.distributed import RankView, Share
 from asyncloader.samplers.index_stream import IndexStream

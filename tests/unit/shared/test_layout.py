@@ -182,7 +182,7 @@ ARRAYS = {
 def test_array_is_a_read_only_view(name: str) -> None:
     """Arrays of any layout and dtype are read back equal, read-only, and (unless empty) in the segment's memory."""
     value = ARRAYS[name]
-    shared = share([{"x": value}, value])
+    shared: Any = share([{"x": value}, value])
     for found in (shared[0]["x"], shared[1]):
         assert type(found) is np.ndarray
         assert (found.dtype, found.shape) == (value.dtype, value.shape)
@@ -216,7 +216,7 @@ TENSORS = {
 def test_tensor_comes_back(name: str) -> None:
     """Tensors of any layout and dtype are read back equal, also inside of items."""
     value = TENSORS[name]
-    shared = share([{"x": value}, value])
+    shared: Any = share([{"x": value}, value])
     for found in (shared[0]["x"], shared[1]):
         assert (found.dtype, found.layout, found.requires_grad) == (value.dtype, value.layout, value.requires_grad)
         assert torch.equal(found.to_dense(), value.to_dense())
@@ -232,7 +232,7 @@ def test_tensor_elsewhere_is_refused() -> None:
 def test_original_is_independent() -> None:
     """Later changes of the original do not show in the shared copy, nor the reverse."""
     array, tensor = np.zeros(3), torch.zeros(3)
-    shared = share([array, tensor])
+    shared: Any = share([array, tensor])
     array[0] = tensor[0] = 1
     shared[1][1] = 2
     assert shared[0].tolist() == [0, 0, 0]

@@ -159,7 +159,7 @@ def test_control_groups_limit_is_checked_first(monkeypatch: pytest.MonkeyPatch, 
     """A write that the control group can never hold is refused before it is allocated: the kernel would kill."""
     (tmp_path / "memory.max").write_text("3000000")
     (tmp_path / "memory.current").write_text("0")
-    monkeypatch.setattr("asyncloader.workers.memory.segment._CGROUP_ROOT", tmp_path)
+    monkeypatch.setattr("asyncloader.workers.ipc.segment._CGROUP_ROOT", tmp_path)
     writer = SegmentWriter("share(list of 3)")
     writer.write(b"x" * 2_000_000)
     before = os.fstat(writer._fd).st_blocks

@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from asyncloader.shared.share import SharedDict, SharedList, share
+from asyncloader.shared.layout import SharedDict, SharedList
+from asyncloader.shared.share import share
 
 WORDS = ["a", "bc", "", "é", "d" * 300, "\udc80"]
 LARGE = list(range(2000))
@@ -76,12 +77,12 @@ def test_indices() -> None:
     shared: Any = share(WORDS)
     for index in (np.int64(1), torch.tensor(1), True):
         assert shared[index] == "bc"
-    for index in (6, -7, 1 << 80):
-        with pytest.raises(IndexError, match=f"index {index} is out of range for a SharedList of 6 items"):
-            shared[index]
-    for index in ("1", 1.0, None):
+    for outside in (6, -7, 1 << 80):
+        with pytest.raises(IndexError, match=f"index {outside} is out of range for a SharedList of 6 items"):
+            shared[outside]
+    for wrong in ("1", 1.0, None):
         with pytest.raises(TypeError):
-            shared[index]
+            shared[wrong]
 
 
 def test_equality_is_the_lists() -> None:
@@ -154,7 +155,7 @@ def test_dict_reads_like_its_original(name: str) -> None:
     with pytest.raises(KeyError, match="nowhere"):
         shared["nowhere"]
     assert shared != {**value, "nowhere": 1}
-    assert shared != [1]
+    assert shared.__eq__([1]) is NotImplemented
 
 
 # --------------------------------------------------------------------------------------------------------- all kinds
@@ -246,7 +247,7 @@ def test_cannot_be_changed(value: Any) -> None:
     with pytest.raises(TypeError):
         hash(shared)
     with pytest.raises(AttributeError):
-        shared.extra = 1
+        setattr(shared, "extra", 1)  # noqa: B010
     assert shared == value
 
 

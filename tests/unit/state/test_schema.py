@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from asyncloader.base.events import Cursor
 from asyncloader.errors import StateError
 from asyncloader.state.schema import (
     VERSION,
@@ -23,7 +24,6 @@ from asyncloader.state.schema import (
     check_workers,
     compare,
 )
-from asyncloader.workers.fetch.dataset_state import Cursor
 
 GENERATOR = base64.b64encode(torch.Generator().get_state().numpy().tobytes()).decode()
 

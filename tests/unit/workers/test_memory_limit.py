@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.memory import segment
+from asyncloader.workers.ipc import segment
 from asyncloader.workers.memory_limit import PrivateMemory
 from tests.unit.workers.in_child import in_child
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from asyncloader.workers.fetch.dataset_state import Cursor
+from asyncloader.base.events import Cursor
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from asyncloader.workers.setup_payload import Payload, explain_unpicklable
 

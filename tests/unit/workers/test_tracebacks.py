@@ -10,8 +10,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from asyncloader.errors import ShardError
-from asyncloader.workers import error_pickle
-from asyncloader.workers.error_pickle import hide_our_frames
+from asyncloader.workers.fetch import error_pickle
+from asyncloader.workers.fetch.error_pickle import hide_our_frames
 
 OURS = error_pickle.__file__  # code that is compiled under this name passes for the loader's
 

@@ -13,8 +13,7 @@ from asyncloader.service.client import remote_channel
 from asyncloader.service.client.remote_channel import RemoteChannel
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link
-from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory import segment
+from asyncloader.workers.ipc import segment, wire
 from tests.helpers.running import LOOPS, PATIENCE_S, run_async
 
 CHECKS = remote_channel._MOST_PINGS + 4

@@ -15,11 +15,10 @@ from asyncloader.service.node.worker_connections import _MOST_QUEUED, RelayedCon
 from asyncloader.service.protocol import frames
 from asyncloader.service.protocol.connection import Link, Message
 from asyncloader.service.protocol.records import DeathReport, read_record
-from asyncloader.workers.ipc import wire
+from asyncloader.workers.ipc import segment, wire
 from asyncloader.workers.ipc.channel import Channel, channel_pair
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.layout import slot_count
-from asyncloader.workers.memory.ring import WorkerRing
+from asyncloader.workers.ipc.layout import slot_count
+from asyncloader.workers.ipc.ring import WorkerRing
 from tests.helpers.running import PATIENCE_S
 
 MOST = 8 << 20

@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader import Mixture, RemoteIterableDataset
-from asyncloader.service.definition import Made
 from asyncloader.service.node import worker_host
 from asyncloader.service.node.hosted_connection import (
     ConnectionChannel,
@@ -24,6 +23,7 @@ from asyncloader.service.node.hosted_connection import (
     dataset_info_of,
 )
 from asyncloader.service.node.worker_host import _CurrentInfo, _Host
+from asyncloader.service.protocol.definition import Made
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.records import DatasetInfo
 from asyncloader.service.protocol.shard_plan import PlanRequest

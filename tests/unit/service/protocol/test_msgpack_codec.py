@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from asyncloader.base.events import Cursor, SkippedSample
 from asyncloader.service.protocol.msgpack_codec import MSGPACK
 from asyncloader.service.protocol.msgpack_values import pack
-from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.workers.fetch.dataset_state import Bookmark
 from asyncloader.workers.fetch.setup import EpochStart
 
 STATE = {"at": 3, "order": [*range(2000)], "rng": torch.arange(4)}

@@ -20,13 +20,12 @@ from hypothesis.extra import numpy as stn
 from msgspec.msgpack import Ext
 
 from asyncloader import register_batch_type
-from asyncloader.base.events import PositionedIndex
+from asyncloader.base.events import Cursor, PositionedIndex
 from asyncloader.service.protocol.msgpack_codec import BatchEncoder, BatchTemplate
 from asyncloader.service.protocol.msgpack_values import MOST_ARRAYS, Unsendable, pack
 from asyncloader.service.protocol.unpacking import build, check, decode, unpack
-from asyncloader.workers.fetch.dataset_state import Cursor
-from asyncloader.workers.memory.leaves import DTYPES
-from asyncloader.workers.memory.ring import make_anchor
+from asyncloader.workers.ipc.leaves import DTYPES
+from asyncloader.workers.ipc.ring import make_anchor
 from tests.helpers.comparing import assert_same
 
 

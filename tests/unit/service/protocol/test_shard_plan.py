@@ -63,6 +63,13 @@ def test_requests_out_of_range(changes: dict[str, Any]) -> None:
         check_catalog(Catalog(0, 2, "mark"))
 
 
+@pytest.mark.parametrize("batch", [-1, 1 << 25, 1 << 63])
+def test_a_batch_that_cannot_be(batch: int) -> None:
+    """A node refuses it: its workers compute an order from it."""
+    with pytest.raises(ValueError, match="CATALOG"):
+        check_catalog(read_record(Catalog, pack_record(Catalog(1, 1, "x", batch))))
+
+
 @pytest.mark.parametrize("changes", [{"left_out": 1.5}, {"samples": -1}, {"assignments": [[(0, -1, None, False)]]}])
 def test_plans_out_of_range(changes: dict[str, Any]) -> None:
     """A node is not trusted."""

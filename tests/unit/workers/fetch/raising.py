@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.workers.fetch.data_end import EndOfData
 from asyncloader.workers.fetch.reader import DatasetReader
-from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import ErrorPolicy, NoSamples
 from asyncloader.workers.fetch.seeding import sample_rng
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 

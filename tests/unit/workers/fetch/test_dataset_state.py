@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from asyncloader.workers.fetch.dataset_state import Bookmark, Cursor, PackedCursor, is_stateful
+from asyncloader.base.events import Cursor, PackedCursor
+from asyncloader.workers.fetch.dataset_state import Bookmark, is_stateful
 
 
 class Plain:

@@ -11,13 +11,12 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 from torch.utils.data._utils import fetch as torch_fetch
 
+from asyncloader.base.events import Cursor, SkippedSample
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.error_notes import add_note, index_text, note_collation, take_notes
 from asyncloader.workers.fetch.map_fetcher import MapFetcher
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.sample_errors import SkippedSample
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
 from tests.unit.workers.fetch.raising import (

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from asyncloader.base.events import Cursor
 from asyncloader.errors import StateError
 from asyncloader.workers.fetch.data_end import EndOfData
-from asyncloader.workers.fetch.dataset_state import Cursor
 from asyncloader.workers.fetch.reader import DatasetReader
 from asyncloader.workers.fetch.setup import EpochStart, SeededSetup, WorkerSetup
 from tests.unit.workers.fetch.drawing import drawn

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.workers.fetch.sample import run_blocking
 from asyncloader.workers.fetch.sample_errors import (
     ATTEMPTS,
@@ -16,7 +17,6 @@ from asyncloader.workers.fetch.sample_errors import (
     ErrorPolicy,
     NoSamples,
     SampleErrorHandler,
-    SkippedSample,
     dropped_count,
     substitute_index,
 )

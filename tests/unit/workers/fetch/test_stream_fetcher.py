@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from asyncloader.base.events import SkippedSample
 from asyncloader.workers.fetch.data_end import MAX_CONSECUTIVE, EndOfData, StreamErrors
 from asyncloader.workers.fetch.sample import SampleMaker
-from asyncloader.workers.fetch.sample_errors import NoSamples, SkippedSample
+from asyncloader.workers.fetch.sample_errors import NoSamples
 from asyncloader.workers.fetch.seeding import EpochSeeding, SampleSeeder
 from asyncloader.workers.fetch.stream_fetcher import StreamFetcher
 from tests.unit.workers.fetch.drawing import at_sample, drawn

@@ -127,7 +127,7 @@ def test_the_objects_own_close() -> None:
         def close(self) -> None:
             closed.append(self)
 
-    files = worker_resource(lambda key: File() if key else object(), max=1)
+    files: Any = worker_resource(lambda key: File() if key else object(), max=1)
     for key in (1, 0, 1, 0):
         with files(key):
             pass
@@ -160,7 +160,11 @@ def test_what_would_have_to_be_awaited_is_refused() -> None:
     for arguments in refused:
         with pytest.raises(TypeError, match="no longer awaits: open clients in the dataset's `__aenter__`"):
             worker_resource(**arguments)
-    late: Any = worker_resource(lambda key: (opener(key),)[0])
+
+    def hidden(key: Any) -> Any:
+        return opener(key)
+
+    late: Any = worker_resource(hidden)
     with pytest.raises(TypeError, match="returned a coroutine, which worker_resource"), late("a"):
         pass
 

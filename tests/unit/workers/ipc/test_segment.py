@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.workers.memory import segment
+from asyncloader.workers.ipc import segment
 from tests import script_server
 from tests.helpers.running import ROOT, environment
 
@@ -104,7 +104,7 @@ def test_shortage_is_an_error_before_the_pages_are_touched() -> None:
         """
         import os, resource
         from asyncloader.errors import RingMemoryError
-        from asyncloader.workers.memory import segment
+        from asyncloader.workers.ipc import segment
         before = os.listdir("/proc/self/fd")
         fd = segment.create(1 << 16)
         segment.reserve(fd, 0, 1 << 16)

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.data import default_collate
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.workers.memory import inline_collate as module
-from asyncloader.workers.memory.inline_collate import Recycler, inline_collate
+from asyncloader.workers.ipc import inline_collate as module
+from asyncloader.workers.ipc.inline_collate import Recycler, inline_collate
 
 
 class Pair(NamedTuple):

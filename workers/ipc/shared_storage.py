@@ -17,8 +17,8 @@ from operator import mul
 import numpy as np
 import torch
 
-from asyncloader.workers.memory.layout import PAGE, align
-from asyncloader.workers.memory.leaves import Dense, LeafSpec, Storage, Strided
+from asyncloader.workers.ipc.layout import PAGE, align
+from asyncloader.workers.ipc.leaves import Dense, LeafSpec, Storage, Strided
 
 _MOST_GAPS = 4
 """Copied bytes per used byte up to which strides are kept: gaps between a tensor's elements are then copied, too. Four

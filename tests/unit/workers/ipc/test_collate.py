@@ -13,10 +13,10 @@ from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from asyncloader.workers.fetch.setup import install_worker_info
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.collate import Collator, use_private_memory
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.collate import Collator, use_private_memory
 from tests.helpers.comparing import assert_same
-from tests.unit.workers.memory.through_memory import view
+from tests.unit.workers.ipc.through_memory import view
 
 
 class Point(NamedTuple):

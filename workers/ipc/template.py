@@ -15,7 +15,7 @@ from typing import Any, Self, TypeAlias, cast
 import numpy as np
 import torch
 
-from asyncloader.workers.memory.leaves import (
+from asyncloader.workers.ipc.leaves import (
     DTYPES,
     LEAF_SPECS,
     NUMPY_BY_CODE,
@@ -26,7 +26,7 @@ from asyncloader.workers.memory.leaves import (
     Strided,
     extent,
 )
-from asyncloader.workers.memory.ring import Anchor
+from asyncloader.workers.ipc.ring import Anchor
 
 Memory: TypeAlias = Anchor | np.ndarray[Any, np.dtype[np.uint8]]
 """The memory that leaves are built on: a slot's anchor, or a private copy of it."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from asyncloader import DataLoader, Service, definition
-from asyncloader.service.definition import Definition, load_definition
+from asyncloader.service.protocol.definition import Definition, load_definition
 from tests.service import definitions
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import asyncloader
-from asyncloader.service.definition import _imported_names, fingerprint
+from asyncloader.service.protocol.definition import _imported_names, fingerprint
 
 SHAPES = '''
 """import a_docstring"""

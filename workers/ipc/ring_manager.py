@@ -22,9 +22,8 @@ from contextlib import suppress
 from typing import NamedTuple, Self
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.layout import (
+from asyncloader.workers.ipc import segment, wire
+from asyncloader.workers.ipc.layout import (
     FIRST_SLOT_BYTES,
     HEADROOM,
     PAGE,
@@ -32,7 +31,7 @@ from asyncloader.workers.memory.layout import (
     grown_slot_bytes,
     slot_count,
 )
-from asyncloader.workers.memory.ring import Ring
+from asyncloader.workers.ipc.ring import Ring
 
 CREDIT_BYTES = 256 << 20
 """Memory per ring for outstanding batches beyond the least credits, if the user set no `ring_bytes`: enough for 256

@@ -18,14 +18,14 @@ from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any
 
-from asyncloader.workers.error_pickle import caught_in
-from asyncloader.workers.fetch.dataset_state import CursorPacker, PackedCursor, pickle_cursor
-from asyncloader.workers.fetch.sample_errors import SkippedSample
+from asyncloader.base.events import PackedCursor, SkippedSample
+from asyncloader.workers.fetch.dataset_state import CursorPacker, pickle_cursor
+from asyncloader.workers.fetch.error_pickle import caught_in
 from asyncloader.workers.fetch.setup import EpochStart
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.codec import Encoded, Encoder
-from asyncloader.workers.memory.leaves import batch_nbytes
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.codec import Encoded, Encoder
+from asyncloader.workers.ipc.leaves import batch_nbytes
+from asyncloader.workers.ipc.template import Template
 
 _KEY = struct.Struct("=Q")
 

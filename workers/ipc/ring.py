@@ -41,8 +41,8 @@ from typing import Any
 
 from asyncloader.base.live_objects import LiveObjects
 from asyncloader.base.process_hooks import before_fork
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.layout import PAGE, align
+from asyncloader.workers.ipc import segment
+from asyncloader.workers.ipc.layout import PAGE, align
 
 LOCK_BYTES = 1 << 30
 """Bytes that are page-locked by one call, unless a slot is larger."""

@@ -1,7 +1,7 @@
 """Runs a node in a separate process, for an engine, and gives it the definitions to serve.
 
 The actor that an engine runs on a machine uses `AgentNode`. The node is this module as a program, `python -m
-asyncloader.service.placement.agent DESCRIPTOR`, where the descriptor is a connection to the agent. The agent is
+asyncloader.service.node.agent DESCRIPTOR`, where the descriptor is a connection to the agent. The agent is
 trusted: its messages are unpickled. The node ends when the connection is closed, so also when the agent is killed.
 """
 
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncloader.base.bridge import in_thread
-from asyncloader.service.definition import PickledDefinition
 from asyncloader.service.node.admission import Served
 from asyncloader.service.node.node_log import set_up_log
 from asyncloader.service.node.server import Node
+from asyncloader.service.protocol.definition import PickledDefinition
 from asyncloader.service.protocol.sockets import host_and_port, server_tls
 from asyncloader.workers.worker import serve_async
 
@@ -57,7 +57,7 @@ class AgentNode:
             # The node unpickles objects of modules that this process finds, perhaps in its current folder.
             path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "asyncloader.service.placement.agent", str(theirs.fileno())],
+                [sys.executable, "-m", "asyncloader.service.node.agent", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"PYTHONPATH": path},
             )

@@ -7,10 +7,10 @@ import pytest
 
 from asyncloader.errors import RingMemoryError
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.layout import PAGE, grown_slot_bytes, slot_count
-from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RingManager
-from asyncloader.workers.memory.segment import memory_limit
+from asyncloader.workers.ipc.layout import PAGE, grown_slot_bytes, slot_count
+from asyncloader.workers.ipc.ring import Ring
+from asyncloader.workers.ipc.ring_manager import RingManager
+from asyncloader.workers.ipc.segment import memory_limit
 
 
 @pytest.fixture

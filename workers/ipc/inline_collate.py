@@ -24,10 +24,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.workers.memory.collate import collate_columns
-from asyncloader.workers.memory.layout import PAGE, align
-from asyncloader.workers.memory.leaves import has_code, torch_dtype
-from asyncloader.workers.memory.ring import Anchor, Lease, make_anchor, make_lease
+from asyncloader.workers.ipc.collate import collate_columns
+from asyncloader.workers.ipc.layout import PAGE, align
+from asyncloader.workers.ipc.leaves import has_code, torch_dtype
+from asyncloader.workers.ipc.ring import Anchor, Lease, make_anchor, make_lease
 
 LARGE = 32 << 20
 """Size from which on tensors are recycled: glibc's `DEFAULT_MMAP_THRESHOLD_MAX`. `malloc` keeps smaller blocks."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from asyncloader.workers.memory.leaves import DTYPES, batch_nbytes, dense_view, has_code, torch_dtype
+from asyncloader.workers.ipc.leaves import DTYPES, batch_nbytes, dense_view, has_code, torch_dtype
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")

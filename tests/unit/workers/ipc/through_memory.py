@@ -5,9 +5,9 @@ from __future__ import annotations
 import mmap
 from typing import Any
 
-from asyncloader.workers.memory.codec import Encoded, Encoder
-from asyncloader.workers.memory.ring import make_anchor
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.codec import Encoded, Encoder
+from asyncloader.workers.ipc.ring import make_anchor
+from asyncloader.workers.ipc.template import Template
 
 OFFSET = 4096
 """Batches are written in the middle of the memory, as in a ring."""

@@ -26,8 +26,8 @@ import torch
 from torch import _utils as torch_utils
 from torch._tensor import _rebuild_from_type_v2
 
-from asyncloader.workers.memory.layout import align
-from asyncloader.workers.memory.leaves import (
+from asyncloader.workers.ipc.layout import align
+from asyncloader.workers.ipc.leaves import (
     DTYPE_CODE,
     LEAF_SPECS,
     Dispatch,
@@ -38,7 +38,7 @@ from asyncloader.workers.memory.leaves import (
     reduce_sparse,
     reduce_typed_storage,
 )
-from asyncloader.workers.memory.shared_storage import SharedStorages, StorageView, is_dense
+from asyncloader.workers.ipc.shared_storage import SharedStorages, StorageView, is_dense
 
 _STRINGS = frozenset([str])
 

@@ -27,14 +27,14 @@ from asyncloader.workers.fetch.dataset_kinds import MessagedDataset, is_async_da
 from asyncloader.workers.fetch.dataset_state import is_stateful
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.inline_collate import inline_collate
-from asyncloader.workers.memory.ring import Ring
-from asyncloader.workers.memory.ring_manager import RingManager
+from asyncloader.workers.ipc.inline_collate import inline_collate
+from asyncloader.workers.ipc.ring import Ring
+from asyncloader.workers.ipc.ring_manager import RingManager
+from asyncloader.workers.link import ObjectCodec, Table, ThreadChannel, thread_channels
 from asyncloader.workers.message_codec import MessageCodec
 from asyncloader.workers.source import THREADS, WorkerHandle, WorkerSource
 from asyncloader.workers.stacks import Report
-from asyncloader.workers.threads.link import ObjectCodec, Table, ThreadChannel, thread_channels
-from asyncloader.workers.threads.thread_runner import Said, run_thread
+from asyncloader.workers.thread_runner import Said, run_thread
 
 
 class NoRing(RingManager):

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from asyncloader.workers.memory.codec import Encoder
-from asyncloader.workers.memory.leaves import DTYPES
-from asyncloader.workers.memory.ring import Anchor, make_anchor
-from asyncloader.workers.memory.template import Template
+from asyncloader.workers.ipc.codec import Encoder
+from asyncloader.workers.ipc.leaves import DTYPES
+from asyncloader.workers.ipc.ring import Anchor, make_anchor
+from asyncloader.workers.ipc.template import Template
 from tests.helpers.comparing import assert_same
-from tests.unit.workers.memory.through_memory import OFFSET, copied, round_trip, view, write
+from tests.unit.workers.ipc.through_memory import OFFSET, copied, round_trip, view, write
 
 # Made at import: torch loads its compiler for it, whose many objects would slow down the leak check of later tests.
 JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)

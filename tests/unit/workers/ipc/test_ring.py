@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncloader.errors import RingMemoryError
-from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory import segment
-from asyncloader.workers.memory.layout import HEADROOM, PAGE, grown_slot_bytes, slot_count
-from asyncloader.workers.memory.ring import Ring, WorkerRing, install_fork_hook, oneoff_anchor
-from asyncloader.workers.memory.ring_manager import CREDIT_BYTES, RUN_AHEAD_BYTES, RingManager
+from asyncloader.workers.ipc import segment, wire
+from asyncloader.workers.ipc.layout import HEADROOM, PAGE, grown_slot_bytes, slot_count
+from asyncloader.workers.ipc.ring import Ring, WorkerRing, install_fork_hook, oneoff_anchor
+from asyncloader.workers.ipc.ring_manager import CREDIT_BYTES, RUN_AHEAD_BYTES, RingManager
 from tests.drawn import scaled
 
 

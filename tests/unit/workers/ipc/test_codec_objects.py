@@ -14,9 +14,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from asyncloader.workers.memory.codec import INLINE_PICKLE, Encoder
+from asyncloader.workers.ipc.codec import INLINE_PICKLE, Encoder
 from tests.helpers.comparing import assert_same
-from tests.unit.workers.memory.through_memory import copied, round_trip, view
+from tests.unit.workers.ipc.through_memory import copied, round_trip, view
 
 
 @dataclasses.dataclass

@@ -30,8 +30,8 @@ import numpy.typing as npt
 import torch
 from torch.utils.data._utils import collate as torch_collate
 
-from asyncloader.workers.memory.codec import Encoded, Encoder
-from asyncloader.workers.memory.leaves import dense_leaf, dense_view, has_code, torch_dtype
+from asyncloader.workers.ipc.codec import Encoded, Encoder
+from asyncloader.workers.ipc.leaves import dense_leaf, dense_view, has_code, torch_dtype
 
 _TORCH_MAP = dict(torch_collate.default_collate_fn_map)  # torch's own functions, before a user registered others
 

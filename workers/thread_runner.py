@@ -29,12 +29,12 @@ from asyncloader.workers.fetch.seeding import numpy_mark
 from asyncloader.workers.fetch.setup import WorkerSetup
 from asyncloader.workers.fetch.worker_info import ContextInfo, answer_with
 from asyncloader.workers.ipc import wire
-from asyncloader.workers.memory.codec import Encoded
-from asyncloader.workers.memory.collate import count_samples
-from asyncloader.workers.memory.ring import WorkerRing
+from asyncloader.workers.ipc.codec import Encoded
+from asyncloader.workers.ipc.collate import count_samples
+from asyncloader.workers.ipc.ring import WorkerRing
+from asyncloader.workers.link import ObjectCodec, ThreadChannel
 from asyncloader.workers.stream_readers import ContextIdentities, Identify
 from asyncloader.workers.task_runner import TaskRunner
-from asyncloader.workers.threads.link import ObjectCodec, ThreadChannel
 from asyncloader.workers.worker import AsyncTaskLoop, serve_async
 
 _OPENMP = ("libgomp.so.1", "libomp.so.5", "libiomp5.so")

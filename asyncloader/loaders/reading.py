@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from time import perf_counter, time
 from typing import Any
 
-from asyncloader.live.explain import diagnose_run
 from asyncloader.live.snapshot import Reading, WorkerReading
+from asyncloader.loaders.explain import diagnose_run
 from asyncloader.options.declaration import LoaderSpec
 from asyncloader.options.epoch_config import EpochConfig
 from asyncloader.options.unknown_dataset import without_asking

@@ -1,1 +1,0 @@
-"""Places a service's nodes on machines."""

@@ -1,1 +1,0 @@
-"""Worker threads: a pool's workers in the loader's own process."""
