@@ -111,7 +111,7 @@ def constructor() -> Count:
     ("way", "calls", "changes"),
     [
         (steady_batch, 55, 40),
-        (inline_batch, 41, 29),
+        (inline_batch, 43, 31),
         # Of these, 7 calls keep Ctrl-C from leaving the worker behind that is just being started.
         (second_iter, 220, 147),
         (partial(second_iter, seed=1), 378, 268),
@@ -121,6 +121,8 @@ def constructor() -> Count:
 )
 def test_the_way_is_short(way: Callable[[], Count], calls: int, changes: int) -> None:
     """It needs no more calls of our code, and changes of file, than when the bound was set."""
+    with DataLoader[Any](Rows(), batch_size=4, num_workers=1, workers="threads") as threads:
+        next(iter(threads))  # from the first worker thread on `get_worker_info` has two calls more
     way()  # some of this happens once per process
     count = way()
     assert count.calls <= calls, str(count)

@@ -61,6 +61,15 @@ def test_new_tasks_for_a_worker_that_is_down_wait_behind_the_old_ones() -> None:
     assert s.replaced(0) == [Assign(0, task(0), suspect=True), Assign(0, task(2))]
 
 
+def test_a_task_that_another_worker_took_over_counts_there() -> None:
+    """The next tasks go to the worker that has fewer, with those that it took over."""
+    s = started(workers=2, credits=5, offers=4, assignment="least_loaded")
+    s.died(death(1))  # over task 1; task 3 goes to worker 0, which has 0, 2 and 3 then
+    s.replaced(1)
+    s.completed(1, 1, None)
+    assert [s.offered(index)[0].worker for index in (4, 5, 6)] == [1, 1, 1]
+
+
 def test_the_third_death_over_a_task_delivers_it_as_poisoned() -> None:
     """`Poisoned` with all three deaths is delivered instead of the batch; the replacement makes the others."""
     s = started(workers=1, offers=2)
