@@ -358,9 +358,10 @@ def test_a_local_loader_loads_nothing_of_remote_ones() -> None:
             loader.state_dict(), repr(loader)
         unneeded = (
             "asyncloader.dataloader2", "asyncloader.delivery.cuda", "asyncloader.delivery.transfer",
-            "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote", "asyncloader.service.protocol.connection",
-            "asyncloader.shared", "asyncloader.telemetry.chrome", "asyncloader.telemetry.diagnosis",
-            "asyncloader.telemetry.recording", "asyncloader.transports", "aiofiles", "html",
+            "asyncloader.formats", "asyncloader.integrations", "asyncloader.remote",
+            "asyncloader.service.protocol.connection", "asyncloader.shared", "asyncloader.telemetry.chrome",
+            "asyncloader.telemetry.diagnosis", "asyncloader.telemetry.recording", "asyncloader.transports", "aiofiles",
+            "html",
         )
         found = [name for name in sys.modules if name.startswith(unneeded)]
         assert not found, found

@@ -75,7 +75,8 @@ def test_litdata_is_installed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_too_few_open_files() -> None:
     """Is a problem, and its advice, which is followed here, mends it."""
-    program = "from asyncloader.commands import doctor; from asyncloader.verification import findings; print(*map(findings.as_lines, doctor._open_files()))"
+    program = "from asyncloader.commands import doctor; from asyncloader.verification.findings import as_lines"
+    program += "; print(*map(as_lines, doctor._open_files()))"
     shell = f'ulimit -S -n 100; {sys.executable} -c "{program}"'
     shell += f' | tee /dev/stderr | grep -o "ulimit.*" | (read advice; eval "$advice"; {sys.executable} -c "{program}")'
     told = subprocess.run(["bash", "-c", shell], cwd=ROOT, capture_output=True, text=True, check=False)
