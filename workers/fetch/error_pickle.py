@@ -23,7 +23,7 @@ from torch._utils import ExceptionWrapper
 from asyncloader.errors import LoaderError
 from asyncloader.workers.fetch.error_notes import take_notes
 
-_OURS = str(Path(__file__).parents[1]) + "/"
+_OURS = str(Path(__file__).parents[2]) + "/"
 _BETWEEN = (
     _OURS,
     *(str(Path(package.__file__ or "").parent) + "/" for package in (torch.utils.data, asyncio, concurrent.futures)),
