@@ -46,6 +46,7 @@ from .inputs_plan import (
     ELASTIC,
     GRAIN,
     NODES,
+    OBJECTS,
     OUR_THREADS,
     SPDL_ASYNC,
     STATEFUL,
@@ -116,18 +117,20 @@ def open_input(name: str, row: str, folder: Path, url: str) -> Any:
     if row == "shards":
         return _open_shards(name, shard_urls(folder, url))
     dataset = given.dataset(folder)
+    order: dict[str, Any] = {"batch_sampler": Endless(batches)}
     if row == "objects":
+        numbers = [number for batch in batches for number in batch]
         if name in inputs_objects.PEERS:
-            numbers = [number for batch in batches for number in batch]
             return Stream(len(batches), inputs_objects.PEERS[name](url, numbers))
         dataset = (inputs_objects.AsyncObjects if name in OURS else inputs_objects.BlockingObjects)(url)
+        order = {"sampler": Endless(numbers), "batch_size": OBJECTS}  # a known size, from which ours reads ahead
     if name in (TORCH, STATEFUL, *OURS, *VARIANTS):
         options: dict[str, Any] = {"num_workers": WORKERS, "persistent_workers": True}
         if name == OUR_THREADS:
             options["workers"] = "threads"
         if not batches:
             return _module(name)(dataset, batch_size=BATCH_SIZES.get(row), **options)
-        loader = _module(name)(dataset, batch_sampler=Endless(batches), collate_fn=given.collate, **options)
+        loader = _module(name)(dataset, collate_fn=given.collate, **order, **options)
         return AsyncStream(len(batches), loader) if name == ASYNC else Stream(len(batches), loader)
     return MAP_PEERS[name](Fetch(given, dataset) if name != GRAIN else ArrayFetch(given, dataset), batches)
 

@@ -127,10 +127,11 @@ def _grain(store: str, numbers: list[int]) -> Any:
     # Grain reads absl's flags, which a program that is no absl app must mark as parsed.
     importlib.import_module("absl.flags").FLAGS(["benchmark"])
     grain = importlib.import_module("grain")
-    source = grain.MapDataset.source(numbers).map(BlockingObjects(store).__getitem__).repeat()
-    read = source.to_iter_dataset(grain.ReadOptions(num_threads=64, prefetch_buffer_size=IN_FLIGHT))
+    # Each of its threads reads a batch: batches of read objects would come in another order.
+    source = grain.MapDataset.source(numbers).map(BlockingObjects(store).__getitem__).batch(OBJECTS).repeat()
+    read = source.to_iter_dataset(grain.ReadOptions(num_threads=64, prefetch_buffer_size=64))
     options = grain.MultiprocessingOptions(num_workers=WORKERS, per_worker_buffer_size=READY // WORKERS)
-    return read.batch(OBJECTS).mp_prefetch(options)
+    return read.mp_prefetch(options)
 
 
 def _spdl(store: str, numbers: list[int]) -> Any:
