@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, default_collate
 from asyncloader.transports import HttpTransport
 
 from .inputs_data import Batch, Endless, object_name, object_sample
-from .inputs_plan import GRAIN, NODES, OBJECTS, SPDL_ASYNC, WORKERS
+from .inputs_plan import NODES, OBJECTS, SPDL_ASYNC, WORKERS
 
 IN_FLIGHT = 256
 """Objects on their way: what our workers have by default, each of them, and what the peers are given."""
@@ -123,17 +123,6 @@ def _nodes(store: str, numbers: list[int]) -> Any:
     return nodes.Loader(nodes.Prefetcher(batches, prefetch_factor=READY))
 
 
-def _grain(store: str, numbers: list[int]) -> Any:
-    # Grain reads absl's flags, which a program that is no absl app must mark as parsed.
-    importlib.import_module("absl.flags").FLAGS(["benchmark"])
-    grain = importlib.import_module("grain")
-    # Each of its threads reads a batch: batches of read objects would come in another order.
-    source = grain.MapDataset.source(numbers).map(BlockingObjects(store).__getitem__).batch(OBJECTS).repeat()
-    read = source.to_iter_dataset(grain.ReadOptions(num_threads=64, prefetch_buffer_size=64))
-    options = grain.MultiprocessingOptions(num_workers=WORKERS, per_worker_buffer_size=READY // WORKERS)
-    return read.mp_prefetch(options)
-
-
 def _spdl(store: str, numbers: list[int]) -> Any:
     spdl = importlib.import_module("spdl.pipeline")
     builder = spdl.PipelineBuilder().add_source(Endless(numbers))
@@ -149,5 +138,5 @@ def _collate(samples: list[Batch]) -> dict[str, torch.Tensor]:
     return collated
 
 
-PEERS: dict[str, Callable[[str, list[int]], Any]] = {NODES: _nodes, GRAIN: _grain, SPDL_ASYNC: _spdl}
+PEERS: dict[str, Callable[[str, list[int]], Any]] = {NODES: _nodes, SPDL_ASYNC: _spdl}
 """Each reads an endless repetition of the epoch."""

@@ -122,7 +122,7 @@ ROWS = {
         f"objects of 64 KiB in a store at 50 ms, one for each sample; batches of {OBJECTS}",
         512,
         64,
-        (NODES, GRAIN, SPDL_ASYNC),
+        (NODES, SPDL_ASYNC),
         latency=50,
     ),
 }

@@ -93,7 +93,7 @@ METHOD = f"""\
   the main process, as turboloader's `MapDataLoader`. Grain moves arrays, the others tensors.
 - Shards are read by webdataset in torch's loader, by `RemoteIterableDataset` in ours, and by SPDL's asynchronous
   pipeline with aiohttp. Objects are read by torch with one blocking request at a time in each worker, by nodes with 256
-  threads, by Grain with 64 in each worker, by SPDL with 256 requests of aiohttp, and by an asynchronous dataset over
+  threads, by SPDL with 256 requests of aiohttp, and by an asynchronous dataset over
   `HttpTransport` in ours, with 256 requests in each worker, the default. Parquet is read row by row: by pyarrow in a
   dataset of torch's, by `RemoteIterableDataset` in
   ours.
