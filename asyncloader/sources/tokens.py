@@ -108,11 +108,15 @@ class MappedFile:
         Raises:
             ShardError: the file has changed.
         """
-        self.check()
         if self._bytes is None:
-            # An empty file cannot be mapped. Of a `memmap` itself, each slice would take microseconds.
-            mapped = np.memmap(self.path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
+            try:
+                # An empty file cannot be mapped. Of a `memmap` itself, each slice would take microseconds.
+                mapped = np.memmap(self.path, np.uint8, "r") if self.size else np.empty(0, np.uint8)
+            except (OSError, ValueError):  # gone, or cut between the look at its size and the map
+                self.check()
+                raise
             self._bytes = mapped.view(np.ndarray)
+        self.check()  # behind the map, which may be of a file that was cut before it
         end = None if count is None else offset + count * np.dtype(dtype).itemsize
         return self._bytes[offset:end].view(dtype)
 

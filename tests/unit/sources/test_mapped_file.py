@@ -34,6 +34,7 @@ def test_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("change", "said"),
     [
         (lambda path: os.truncate(path, 3), "it had 4 bytes .* and has 3"),
+        (lambda path: os.truncate(path, 0), "and has 0"),
         (lambda path: path.write_bytes(b"12345"), "and has 5"),
         (lambda path: os.utime(path, ns=(0, 1)), "and has 4, written since"),
         (lambda path: path.unlink(), "cannot be read any more: No such file"),
