@@ -40,16 +40,9 @@ from asyncloader.workers.thread_runner import Said, run_thread
 class NoRing(RingManager):
     """Counts the tasks of one worker. The memory of outstanding batches is bounded as that of a ring's would be."""
 
-    def __init__(
-        self,
-        credits: int,
-        ring_bytes: int | None,
-        reorder_window: int = 0,
-        workers: int = 1,
-        least_credits: int | None = None,
-    ) -> None:
+    def __init__(self, credits: int, ring_bytes: int | None, *others: Any) -> None:
         del ring_bytes  # there is no ring that it could bound
-        super().__init__(credits, None, reorder_window, workers, least_credits)
+        super().__init__(credits, None, *others)
 
     def replacement(self, most_bytes: int | None = None) -> Ring | None:
         """Return None."""
